@@ -16,6 +16,7 @@ from benchmarks.contest import OURS, Contender, Contest, as_record, race
 from benchmarks.rivals import areal_tree
 from benchmarks.workloads import many_turns, multi_turn
 from trajpack import Trajectory, TrajectoryBuffer, Turn
+from trajpack.packing.buffer.trees import arrange_tree
 
 JOB = "pack as trees"
 MERGED = f"{OURS}, merged layout"
@@ -135,9 +136,7 @@ def contenders(trajectories):
     filled = TrajectoryBuffer(device="cpu")
     filled.extend(trajectories)
     batch, tree = filled.pack(), filled.pack_tree()
-    counts = filled._arrange("merged").counts
-    stream, tables = filled._staging.region.stream, filled._tables
-    reserve = partial(filled._staging.reserve, 0, words_used=len(stream))
+    state = filled._arrange("merged")
 
     def whole(pack):
         def work():
@@ -151,7 +150,7 @@ def contenders(trajectories):
         assert got.unpack() == trajectories
 
     def check_plan(got):
-        assert got[0].num_nodes == tree.num_nodes
+        assert got[0].chains.trie.num_nodes == tree.num_nodes
 
     def check_row(got):
         assert torch.equal(got["old_log_probs"].sort().values, tree.rollout_logprobs.sort().values)
@@ -169,7 +168,7 @@ def contenders(trajectories):
     return [
         Contender(OURS, whole(buffer.pack_tree), nodes, check_tree),
         Contender(MERGED, whole(buffer.pack), tokens, check_tree),
-        Contender(PLAN, lambda: tables.arrange_tree(counts, stream, reserve), nodes, check_plan),
+        Contender(PLAN, partial(arrange_tree, filled, state), nodes, check_plan),
         Contender(TREE_ROW, partial(with_tree_row, batch), "more", check_row),
         Contender(TRIES, tries, nodes, check_tries, missing=missing),
     ]

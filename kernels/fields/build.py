@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -20,7 +20,7 @@ SHORT = 128
 COUNTED = 2048
 """Mean stretch below which one sum on the host beats counting up per stretch (measured)."""
 ENTRIES_AT_ONCE = 2**17
-"""Tokens that the host repeats at once in the cache, before it copies them to their memory."""
+"""Tokens that the host repeats or gathers at once, in the cache."""
 
 SLACK = 1.25
 """Size of fresh host memory relative to the batch, so that a longer batch fits too."""
@@ -358,14 +358,20 @@ def write_on_host(out: Mapping[str, Array], words: Ints, runs: Ints, turn_return
 
 def _repeat(out: Array, values: Array, lengths: Ints) -> None:
     """Write each value as often as its length says."""
+    for some, entries in _pieces(lengths):
+        out[entries] = np.repeat(values[some], lengths[some])
+
+
+def _pieces(lengths: Ints) -> Iterator[tuple[slice, slice]]:
+    """Yield stretches of these lengths whose entries stay in the cache, and those entries."""
     ends = np.cumsum(lengths)
-    bounds = np.arange(ENTRIES_AT_ONCE, out.size, ENTRIES_AT_ONCE)
+    bounds = np.arange(ENTRIES_AT_ONCE, lengths.sum(), ENTRIES_AT_ONCE)
     cuts = np.searchsorted(ends, bounds, side="right")
     first = begin = 0
     for last in (*cuts.tolist(), len(lengths)):
         if last > first:
             end = int(ends[last - 1])
-            out[begin:end] = np.repeat(values[first:last], lengths[first:last])
+            yield slice(first, last), slice(begin, end)
             first, begin = last, end
 
 
@@ -427,12 +433,15 @@ def _is_short(lengths: Ints, limit: int = SHORT) -> bool:
 def copy_stretches(out: Array, starts: Ints, source: Array, *, begins: Ints, lengths: Ints) -> None:
     """Copy ``source[begin : begin + length]`` to ``out[start:]`` for each stretch."""
     if lengths.size > 1 and _is_short(lengths):
-        index, before = np.arange(lengths.sum(), dtype=np.int64), np.cumsum(lengths) - lengths
-        values = source[index + np.repeat(begins - before, lengths)]
-        if (starts - before == starts[0]).all():  # one behind the other
-            out[starts[0] : starts[0] + values.size] = values
-        else:
-            out[index + np.repeat(starts - before, lengths)] = values
+        before = np.cumsum(lengths) - lengths
+        from_source, into_out = begins - before, starts - before
+        for some, entries in _pieces(lengths):
+            index, shift = np.arange(entries.start, entries.stop), into_out[some]
+            values = source[index + np.repeat(from_source[some], lengths[some])]
+            if (shift == shift[0]).all():  # one behind the other
+                out[shift[0] + entries.start : shift[0] + entries.stop] = values
+            else:
+                out[index + np.repeat(shift, lengths[some])] = values
         return
     stretches = zip(starts.tolist(), begins.tolist(), lengths.tolist(), strict=True)
     for start, begin, length in stretches:

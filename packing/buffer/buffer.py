@@ -341,7 +341,7 @@ class TrajectoryBuffer:
         """
         from trajpack.packing.buffer.trees import tree_of_buffer  # it imports this class
 
-        return tree_of_buffer(self, (share, boundary), impl)
+        return tree_of_buffer(self, share, boundary, impl)
 
     def pack_into(self, static: StaticBatch, layout: Layout = "merged") -> PackedBatch:
         """Write all trajectories to the memory of ``static``, by its ``fill`` and ``run``.

@@ -15,8 +15,6 @@ from trajpack.packing.buffer.chains import ValidatedTurns
 from trajpack.packing.buffer.staging import Column
 from trajpack.packing.layout import LAYOUTS, Layout
 from trajpack.packing.token_fields import TokenField
-from trajpack.packing.tree.plan import Spans, TreePlan, plan_tree
-from trajpack.packing.tree.trie import Rows, trie_of
 from trajpack.packing.turn_fields import TURN_FIELDS
 
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -165,8 +163,10 @@ class BatchTables:
 
     def __init__(self, fields: tuple[TokenField, ...] = ()) -> None:
         self._fields = fields
-        self._spans = GrowingArray(np.int64, len(Span))
-        self._rows = GrowingArray(np.int64, len(fields))
+        self.spans = GrowingArray(np.int64, len(Span))
+        """Rows of `Span`."""
+        self.rows = GrowingArray(np.int64, len(fields))
+        """Byte of the first row of each extra field of the spans, or of their chains."""
         self.ragged = [field.name for field in fields if field.ragged]
         """Names of the ragged fields."""
         self._values = GrowingArray(np.int64, 2 * len(self.ragged))
@@ -188,7 +188,7 @@ class BatchTables:
         spans = self._spans_of(block, counts)
         end = counts.spans + len(spans)
         tables = reserve(max(end, trajectories) + 1)
-        self._spans.write(counts.spans, spans)
+        self.spans.write(counts.spans, spans)
         discounts = [labels.turn_discount for labels in intake.labels]
         tables["turn_discounts"][counts.trajectories : trajectories] = discounts
         tables["group_ids"][counts.trajectories : trajectories] = group_ids
@@ -223,7 +223,7 @@ class BatchTables:
         Raises:
             ValueError: If the batch would pass 2³¹ tokens.
         """
-        spans = self._spans.rows[before.spans : counts.spans]
+        spans = self.spans.rows[before.spans : counts.spans]
         order = by_chain = np.arange(len(spans))
         if (np.diff(spans[:, Span.CHAIN]) < 0).any():
             by_chain = np.argsort(spans[:, Span.CHAIN], kind="stable")
@@ -255,7 +255,7 @@ class BatchTables:
             tables["runs"][before.spans : counts.spans, column] = values
         tables["runs"][counts.spans] = [num_tokens, *[0] * (RUN_WIDTH - 1)]
         for number, field in enumerate(self._fields):
-            rows = self._rows.rows[before.spans : counts.spans][order, number]
+            rows = self.rows.rows[before.spans : counts.spans][order, number]
             skipped = 0 if field.generated_only else context
             sources = tables["field_sources"][before.spans : counts.spans]
             sources[:, number] = rows + skipped * field.row_bytes
@@ -307,62 +307,8 @@ class BatchTables:
         """Return the values of each ragged field in the turns, as `by_field`."""
         spans = slice(counts.spans)
         lengths = np.zeros((counts.turns, 2 * len(self.ragged)), np.int64)
-        np.add.at(lengths, self._spans.rows[spans, Span.TURN], self._values.rows[spans])
+        np.add.at(lengths, self.spans.rows[spans, Span.TURN], self._values.rows[spans])
         return self.by_field(lengths)
-
-    def arrange_tree(
-        self,
-        counts: Counts,
-        stream: npt.NDArray[np.int32],
-        reserve: ReserveRows,
-        *,
-        duplicate: bool = False,
-    ) -> tuple[TreePlan, Counts]:
-        """Write the runs and boundaries of a tree over those of layout ``"merged"``.
-
-        ``turn_begin`` becomes the node of the last token of each turn's prompt, ``cu_seqlens`` the
-        boundaries of the trees, and ``turn_spans`` the entries of each turn; ``turn_sequence``
-        stays. With ``duplicate`` each node is followed by one token. Returns the plan, and counts
-        with its rows, trees and tokens.
-
-        Raises:
-            ValueError: As `plan_tree`; the tables are unchanged then.
-        """
-        spans, tables = self._spans.rows[: counts.spans], reserve(counts.spans)
-        chain = spans[:, Span.CHAIN]
-        sources, lengths = np.zeros((2, counts.chains), np.int64)
-        sources[chain] = spans[:, Span.SOURCE]
-        lengths[chain] = spans[:, Span.END]  # that of the last span
-        begins = np.zeros((counts.chains, len(self._fields)), np.int64)
-        if self._fields:
-            begins[chain] = self._rows.rows[: counts.spans]
-        compared = [
-            Rows(stream.view(np.uint8), begins[:, number], field.row_bytes)
-            for number, field in enumerate(self._fields)
-            if not field.generated_only
-        ]
-        trie = trie_of(stream, sources, lengths, compared, duplicate=duplicate)
-        columns = (Span.TURN, Span.CHAIN, Span.BEGIN, Span.END, Span.VERSION, Span.LOGPROB)
-        given = Spans(*(spans[:, column] for column in columns))
-        owners = tables["turn_trajectory"][: counts.turns].astype(np.int64)
-        plan = plan_tree(trie, sources, given, owners)
-        num_rows, trees = len(plan.runs) - 1, len(plan.cu_seqlens) - 1
-        tables = reserve(num_rows + 1)
-        tables["runs"][: num_rows + 1] = plan.runs
-        tables["cu_seqlens"][: trees + 1] = plan.cu_seqlens
-        bounds = tables["cu_generated"][: counts.turns + 1]
-        tables["turn_spans"][: counts.turns] = np.stack([bounds[:-1], bounds[1:]], 1)
-        tables["turn_begin"][: counts.turns] = plan.prompt_nodes
-        for number, field in enumerate(self._fields):
-            of_nodes = begins[plan.node_chains, number]
-            of_nodes += plan.runs[: plan.num_node_rows, Run.POSITION] * field.row_bytes
-            of_entries = self._rows.rows[plan.entry_spans, number]
-            of_entries = of_entries + plan.entry_skipped * field.row_bytes
-            source = tables["field_sources"][:num_rows, number]
-            source[: plan.num_node_rows] = 0 if field.generated_only else of_nodes
-            source[plan.num_node_rows] = 0
-            source[plan.num_node_rows + 1 :] = of_entries if field.generated_only else 0
-        return plan, counts._replace(spans=num_rows, sequences=trees, tokens=plan.num_tokens)
 
     def _order_groups(
         self, tables: Mapping[str, npt.NDArray[Any]], counts: Counts, before: Counts
@@ -429,7 +375,7 @@ class BatchTables:
                 + (trained + start if field.generated_only else offset) * field.row_bytes
                 for number, field in enumerate(self._fields)
             ]
-            self._rows.write(counts.spans, np.stack(rows, 1))
+            self.rows.write(counts.spans, np.stack(rows, 1))
         values = [cu[trained + stop] - cu[trained + start] for cu in block.cu_values]
         of_spans = np.array(values, np.int64).reshape(len(values), len(turn)).T
         self._values.write(counts.spans, of_spans)

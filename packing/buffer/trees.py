@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import dataclasses
+import os
+from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
 
 from trajpack.kernels.dispatch import Impl, resolve_impl
-from trajpack.kernels.fields.build import HostMemory, write_on_host
+from trajpack.kernels.fields.build import FIELD_DTYPES, HostMemory, write_on_host
 from trajpack.kernels.fields.gather_fields import gather_fields
-from trajpack.kernels.runs import RUN_WIDTH, Run
+from trajpack.kernels.runs import MAX_TOKENS, TILE, Run
+from trajpack.packing.batch.batch import PackedBatch
+from trajpack.packing.batch.storage import load_with_options
 from trajpack.packing.buffer.buffer import (
+    State,
     TrajectoryBuffer,
     lazy_columns,
     returns_of_turns,
@@ -20,18 +26,39 @@ from trajpack.packing.buffer.buffer import (
     write_batch,
 )
 from trajpack.packing.buffer.staging import DeviceRegion
-from trajpack.packing.buffer.tables import TABLE_ROWS, Counts
+from trajpack.packing.buffer.tables import TABLE_ROWS, Counts, Span
+from trajpack.packing.conversion import INT32_MAX, shown
 from trajpack.packing.token_fields import TokenField
-from trajpack.packing.tree.nodes import Boundary
-from trajpack.packing.tree.plan import TreePlan
-from trajpack.packing.tree.tree_batch import (
-    NODE_FIELDS,
-    Share,
-    TreeBatch,
-    check_options,
-    tree_batch_of,
-)
+from trajpack.packing.tree.nodes import Boundary, Entries
+from trajpack.packing.tree.tree_batch import Share, TreeBatch
+from trajpack.packing.tree.trie import Chains, Ints, Rows, Trie, expanded, trie_of, union_of
 from trajpack.packing.types import Trajectory
+
+TREE_END, PARENT, NODE = Run.SEQUENCE, Run.VERSION, Run.POSITION
+"""Columns with another meaning in a tree. In rows of nodes: the end of the subtrees, and the
+parent of the row's first node. In rows of entries: the node of the row's first entry."""
+NODE_FIELDS = {
+    "input_ids": "input_ids",
+    "position_ids": "position_ids",
+    "tree_end": "sequence_ids",
+    "loss_mask": "loss_mask",
+}
+"""Tensors of nodes, and the field of `build` that holds each."""
+
+
+class TreePlan(NamedTuple):
+    """Rows of a run table: nodes, padding up to a whole tile, then entries."""
+
+    chains: Chains
+    num_node_rows: int
+    """Rows of nodes; one row of padding and the rows of entries follow."""
+    num_rows: int
+    num_trained: int
+    """Nodes that are generated tokens."""
+    first_entry: int
+    """Index of the first entry, a multiple of a tile."""
+    num_tokens: int
+    """Nodes, padding and entries."""
 
 
 def pack_tree(
@@ -82,96 +109,263 @@ def pack_tree(
     return buffer.pack_tree(share=share, impl=impl, boundary=boundary)
 
 
+def load_tree(path: str | os.PathLike[str]) -> TreeBatch:
+    """Implement `TreeBatch.load`."""
+    batch, metadata = load_with_options(path)
+    options: Any = metadata.get("share", "once"), metadata.get("boundary", "shared")
+    try:
+        return tree_of(batch, *options)
+    except ValueError as error:
+        raise ValueError(f"{os.fsdecode(path)} is not a readable tree: {error}") from error
+
+
+def tree_of(batch: PackedBatch, share: Share = "once", boundary: Boundary = "shared") -> TreeBatch:
+    """Return the tree of a batch of layout ``"merged"`` on the host: undo `TreeBatch.merged`.
+
+    Raises:
+        ValueError: If the batch has another layout.
+    """
+    if batch.layout != "merged":
+        raise ValueError(f"a tree is made of layout 'merged', the batch has {batch.layout!r}")
+    batch = batch.to("cpu")
+    tree = pack_tree(batch.unpack(), share, "cpu", fields=batch.token_fields, boundary=boundary)
+    begin, end = batch.turn_spans.numpy().astype(np.int64).T
+    at, kept = torch.from_numpy(expanded(begin, end - begin)), {}
+    for name in ("returns", "advantages", "turn_returns", "metrics", "metric_names"):
+        value = getattr(batch, name)
+        of_tokens = name in ("returns", "advantages") and value is not None
+        kept[name] = value[at] if of_tokens else value
+    return dataclasses.replace(tree, entries=tree.entries.replaced(**kept))
+
+
 def tree_of_buffer(
-    buffer: TrajectoryBuffer, options: tuple[Share, Boundary], impl: Impl
+    buffer: TrajectoryBuffer, share: Share, boundary: Boundary, impl: Impl
 ) -> TreeBatch:
     """Implement `TrajectoryBuffer.pack_tree`."""
-    check_options(*options)
+    for name, value, known in (("share", share, Share), ("boundary", boundary, Boundary)):
+        if value not in get_args(known):
+            names = ", ".join(repr(one) for one in get_args(known))
+            raise ValueError(f"{name} must be one of {names}, got {shown(value)}")
+    if boundary == "duplicate" and share != "once":
+        raise ValueError(f"boundary='duplicate' needs share='once', got share={share!r}")
     chosen = resolve_impl("pack_tree", impl, torch.empty(0, device=buffer.device))
     state = buffer._arrange("merged")
     buffer._state = state._replace(arranged=False)  # the tree's tables replace some
-    reserve = partial(buffer._staging.reserve, 0, words_used=state.num_words)
-    stream = buffer._staging.region.stream
-    plan, counts = buffer._tables.arrange_tree(
-        state.counts, stream, reserve, duplicate=options[1] == "duplicate"
-    )
+    plan, counts = arrange_tree(buffer, state, duplicate=boundary == "duplicate")
     with buffer._staging.on_device():
         region = buffer._staging.send(state.num_words)
-        returns, written = write_tree(region, plan, counts, chosen, buffer._memory)
-        nodes, entries = gather_tree(region, plan, buffer.fields, chosen)
+        returns, written = _write(region, plan, counts, chosen, buffer._memory)
+        of_nodes, of_entries = _gather(region, plan, buffer.fields, chosen)
     later = lazy_columns(region, buffer._labels, buffer._tables, counts=counts)
     later["value_lens"] = partial(buffer._tables.value_lens_of_turns, state.counts)
-    given = {name: later.pop(name)() for name in TABLE_ROWS}
+    given: dict[str, Any] = {name: later.pop(name)() for name in TABLE_ROWS}
     if buffer.device.type == "cpu":  # later calls write to the memory of the tables
         given = {name: table.clone() for name, table in given.items()}
-    cu_seqlens, prompt_nodes = given.pop("cu_seqlens"), given.pop("turn_begin")
     del later["seqlens"], later["runs"]  # those of nodes
+    chains, num_nodes = plan.chains, plan.chains.trie.num_nodes
+    cu_seqlens, prompt_nodes = given.pop("cu_seqlens"), given.pop("turn_begin")
+    bounds = given["cu_generated"]
+    # `data`: nodes and entries share memory, but a write to one is none to the other
+    given |= {name: field[plan.first_entry :].data for name, field in written.items()}
     given |= {
+        "turn_begin": bounds[:-1].clone(),
+        "cu_seqlens": bounds.clone(),
+        "cu_new": bounds,
+        "seqlens": tuple((chains.end - chains.begin).tolist()),
+        "layout": "turns",
         "turn_returns": returns,
-        "cu_new": given["cu_generated"],
         "longest": counts.longest._replace(new=counts.longest.generated),
         "num_generated": state.num_generated,
-        "fields": entries,
+        "fields": of_entries,
         "ragged_values": values_of(region.stream, buffer.fields),
         "token_fields": buffer.fields,
     }
-    return tree_batch_of(
-        plan,
-        region.table("runs", counts.spans + 1),
-        written,
+    parents = written["turn_ids"][:num_nodes].data  # memory of a field that nodes do not have
+    rows = region.table("runs", plan.num_node_rows)
+    if parents.device.type == "cpu":  # a tenth of the time of torch's operators
+        host, table = parents.numpy(), rows.numpy()
+        host[:] = np.arange(-1, num_nodes - 1, dtype=np.int32)
+        host[table[:, Run.START]] = table[:, PARENT]
+    else:
+        torch.arange(-1, num_nodes - 1, out=parents)
+        parents[rows[:, Run.START].long()] = rows[:, PARENT]
+    return TreeBatch(
+        **{name: written[field][:num_nodes].data for name, field in NODE_FIELDS.items()},
+        tree_parent=parents,
         cu_seqlens=cu_seqlens,
-        prompt_nodes=prompt_nodes,
-        fields=nodes,
-        of_entries=(given, later),
-        options=options,
+        turn_prompt_node=prompt_nodes,
+        fields=of_nodes,
+        entries=Entries.with_lazy_columns(given, later),
+        num_trained=plan.num_trained,
+        seqlens=tuple(np.diff(chains.trie.roots).tolist()),
+        share=share,
+        boundary=boundary,
+        chains=chains,
     )
 
 
-def write_tree(
+def arrange_tree(
+    buffer: TrajectoryBuffer, state: State, *, duplicate: bool = False
+) -> tuple[TreePlan, Counts]:
+    """Write the runs and boundaries of a tree over those of layout ``"merged"``.
+
+    ``turn_begin`` becomes the node of the last token of each turn's prompt, ``cu_seqlens`` the
+    boundaries of the trees, and ``turn_spans`` the entries of each turn; ``turn_sequence`` stays.
+    With ``duplicate`` each node is followed by one token. Returns the plan, and counts with its
+    rows, trees and tokens.
+
+    Raises:
+        ValueError: If nodes and entries would pass 2³¹ together; the tables are unchanged then.
+
+    Cost: as `trie_of`, and a few passes over chains, spans and segments; none over tokens.
+    """
+    counts, staging = state.counts, buffer._staging
+    spans = np.ascontiguousarray(buffer._tables.spans.rows[: counts.spans].T)
+    turn, chain, begin, end, version, logprob, _ = spans
+    trie, sources, first_rows = _trie_of(buffer, spans, counts.chains, duplicate=duplicate)
+    place = trie.places[chain]
+    index, depth, node, length = trie.pieces(place, begin, end)
+    generated = union_of(node, node + length)
+    first_entry = -(-trie.num_nodes // TILE) * TILE
+    num_tokens = first_entry + int(length.sum())
+    if num_tokens > MAX_TOKENS:
+        raise ValueError(
+            f"a tree holds at most {MAX_TOKENS} nodes and generated tokens, this one needs "
+            f"{num_tokens}"
+        )
+    of_nodes, node_chain = _node_rows(trie, sources, generated)
+    skipped = depth - begin[index]
+    of_entries = {
+        Run.START: first_entry + np.cumsum(length) - length,
+        Run.SOURCE: sources[chain[index]] + depth,
+        Run.LOGPROB: logprob[index] + skipped,
+        NODE: node,
+        Run.SEQUENCE: chain[index],
+        Run.TURN: turn[index],
+        Run.VERSION: version[index],
+    }
+    padding = {Run.START: trie.num_nodes, Run.SOURCE: -1, Run.GENERATED: INT32_MAX}
+    split, num_rows = len(node_chain), len(node_chain) + 1 + len(index)
+    tables = staging.reserve(0, num_rows + 1, words_used=state.num_words)
+    for column in Run:
+        out = tables["runs"][:, column]
+        out[:split], out[split] = of_nodes.get(column, 0), padding.get(column, 0)
+        out[split + 1 : num_rows], out[num_rows] = of_entries.get(column, 0), 0
+    tables["runs"][num_rows, Run.START] = num_tokens
+    for number, field in enumerate(buffer.fields):
+        out, of_spans = tables["field_sources"][:num_rows, number], buffer._tables.rows.rows
+        out[:] = 0
+        if field.generated_only:
+            out[split + 1 :] = of_spans[index, number] + skipped * field.row_bytes
+        else:
+            out[:split] = first_rows[node_chain, number] + of_nodes[NODE] * field.row_bytes
+    is_first = np.diff(turn, prepend=-1) != 0
+    is_last = np.append(is_first[1:], True)[: len(turn)]
+    owner = tables["turn_trajectory"][: counts.turns].astype(np.int64)
+    chains = Chains(trie, place[is_first], begin[is_first], end[is_last], owner)
+    trees, bounds = trie.roots, tables["cu_generated"][: counts.turns + 1]
+    tables["cu_seqlens"][: len(trees)] = trees
+    tables["turn_spans"][: counts.turns] = np.stack([bounds[:-1], bounds[1:]], 1)
+    tables["turn_begin"][: counts.turns] = trie.node_at(chains.place, chains.begin - 1)
+    num_trained = int((generated[1] - generated[0]).sum())
+    plan = TreePlan(chains, split, num_rows, num_trained, first_entry, num_tokens)
+    return plan, counts._replace(spans=num_rows, sequences=len(trees) - 1, tokens=num_tokens)
+
+
+def _trie_of(
+    buffer: TrajectoryBuffer, spans: Ints, num_chains: int, *, duplicate: bool
+) -> tuple[Trie, Ints, Ints]:
+    """Return the trie of the chains, their first words, and the first bytes of their fields."""
+    chain, words = spans[Span.CHAIN], buffer._staging.region.stream
+    sources, lengths = np.zeros((2, num_chains), np.int64)
+    sources[chain], lengths[chain] = spans[Span.SOURCE], spans[Span.END]  # that of the last span
+    first_rows = np.zeros((num_chains, len(buffer.fields)), np.int64)
+    if buffer.fields:
+        first_rows[chain] = buffer._tables.rows.rows[: len(chain)]
+    compared = [
+        Rows(words.view(np.uint8), first_rows[:, number], field.row_bytes)
+        for number, field in enumerate(buffer.fields)
+        if not field.generated_only
+    ]
+    return trie_of(words, sources, lengths, compared, duplicate=duplicate), sources, first_rows
+
+
+def _node_rows(
+    trie: Trie, sources: Ints, generated: tuple[Ints, Ints]
+) -> tuple[dict[Run, Ints], Ints]:
+    """Return the columns of the rows of nodes, and the chain of each row.
+
+    A row ends where a segment or generated nodes end; so the nodes of a row are consecutive tokens
+    of a chain, first those that no turn generated.
+    """
+    segments, (begins, ends) = trie.segments, generated
+    cuts = np.concatenate([2 * segments.starts[:-1], 2 * ends[ends < trie.num_nodes] + 1])
+    cuts.sort(kind="stable")  # two sorted parts
+    last = np.flatnonzero(np.diff(cuts >> 1, append=-1))  # of those at one node
+    start, interval = cuts[last] >> 1, np.cumsum(cuts & 1)[last]  # the first that ends behind it
+    at = last - interval
+    place, depth = segments.places[at], segments.depths[at] + start - segments.starts[at]
+    length = np.diff(start, append=trie.num_nodes)
+    parent = np.where(depth > 0, start - 1, -1)
+    attached = np.flatnonzero((depth == trie.shared[place]) & (depth > 0))  # first of their owners
+    parent[attached] = trie.node_at(place[attached], depth[attached] - 1)
+    chain = trie.order[place]
+    source = sources[chain] + depth
+    return {
+        Run.START: start,
+        Run.SOURCE: source,
+        Run.GENERATED: np.clip(np.append(begins, trie.num_nodes)[interval] - start, 0, length),
+        Run.LOGPROB: source,
+        Run.POSITION: depth,
+        TREE_END: segments.ends[at],
+        PARENT: parent,
+    }, chain
+
+
+def _runs_of(region: DeviceRegion, plan: TreePlan) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a run table of the nodes, and one of the entries."""
+    runs, split = region.table("runs", plan.num_rows + 1), plan.num_node_rows + 1
+    of_entries = runs[split:].clone()
+    of_entries[:, Run.START] -= plan.first_entry
+    return runs[:split], of_entries
+
+
+def _write(
     region: DeviceRegion, plan: TreePlan, counts: Counts, impl: Impl, memory: HostMemory | None
-) -> tuple[torch.Tensor, Callable[[str], torch.Tensor]]:
-    """Write nodes and entries; return the turns' returns, and a function that returns a field.
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Write nodes and entries; return the turns' returns, and the fields by name.
 
     On the host only the fields that nodes have are written for them.
     """
     if memory is None or impl != "torch":
         ready, later = write_batch(region, region.stream, counts, (), impl)
-        return ready["turn_returns"], lambda name: later[name]()
+        return ready["turn_returns"], {name: later[name]() for name in FIELD_DTYPES}
     returns = returns_of_turns(region, counts, impl)
     fields = memory.fields(plan.num_tokens)._asdict()
-    runs, first, split = plan.runs, plan.first_entry, plan.num_node_rows + 1
-    nodes = {name: fields[name].numpy()[: plan.num_nodes] for name in NODE_FIELDS.values()}
-    entries = {name: field.numpy()[first:] for name, field in fields.items()}
-    behind = runs[split:] - np.eye(1, RUN_WIDTH, Run.START, dtype=np.int64) * first
-    for out, table in ((nodes, runs[:split]), (entries, behind)):
-        write_on_host(out, region.stream.numpy(), table, returns.numpy())
-    return returns, lambda name: fields[name]
+    of_nodes = {
+        name: fields[name].numpy()[: plan.chains.trie.num_nodes] for name in NODE_FIELDS.values()
+    }
+    of_entries = {name: field.numpy()[plan.first_entry :] for name, field in fields.items()}
+    for out, runs in zip((of_nodes, of_entries), _runs_of(region, plan), strict=True):
+        write_on_host(out, region.stream.numpy(), runs.numpy(), returns.numpy())
+    return returns, fields
 
 
-def gather_tree(
+def _gather(
     region: DeviceRegion, plan: TreePlan, fields: Sequence[TokenField], impl: Impl
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Gather the extra fields of a tree: rows of the nodes, and rows of the entries."""
+) -> list[dict[str, torch.Tensor]]:
+    """Gather the extra fields: rows of the nodes, and rows of the entries."""
+    found: list[dict[str, torch.Tensor]] = [{}, {}]
     if not fields:
-        return {}, {}
-    num_rows, split = len(plan.runs), plan.num_node_rows + 1
-    runs, sources = region.table("runs", num_rows), region.table("field_sources", num_rows)
-    of_entries = runs[split:].clone()
-    of_entries[:, Run.START] -= plan.first_entry
-
-    def gathered(
-        generated_only: bool, table: torch.Tensor, places: torch.Tensor, size: int
-    ) -> dict[str, torch.Tensor]:
-        numbers = [n for n, one in enumerate(fields) if one.generated_only == generated_only]
-        if not numbers:
-            return {}
-        columns = torch.stack([places[:, number] for number in numbers], 1)
-        layouts = [fields[number].layout for number in numbers]
-        rows = gather_fields(region.stream, table, columns, layouts, size, impl)
-        return {fields[number].name: one for number, one in zip(numbers, rows, strict=True)}
-
-    num_entries = plan.num_tokens - plan.first_entry
-    return (
-        gathered(False, runs[:split], sources[:split], plan.num_nodes),
-        gathered(True, of_entries, sources[split:], num_entries),
-    )
+        return found
+    sources = region.table("field_sources", plan.num_rows + 1)
+    of_parts = sources.tensor_split([plan.num_node_rows + 1])
+    sizes = plan.chains.trie.num_nodes, plan.num_tokens - plan.first_entry
+    for part, runs in enumerate(_runs_of(region, plan)):
+        chosen = [number for number, one in enumerate(fields) if one.generated_only == bool(part)]
+        if chosen:
+            columns = torch.stack([of_parts[part][:, number] for number in chosen], 1)
+            layouts = [fields[number].layout for number in chosen]
+            rows = gather_fields(region.stream, runs, columns, layouts, sizes[part], impl)
+            found[part] = {fields[n].name: one for n, one in zip(chosen, rows, strict=True)}
+    return found

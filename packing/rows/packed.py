@@ -9,7 +9,7 @@ import torch
 
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.micro_batches.micro_batch import MicroBatch
-from trajpack.packing.tree.entries import Entries, MicroEntries
+from trajpack.packing.tree.nodes import Entries, MicroEntries
 
 Packed: TypeAlias = PackedBatch | MicroBatch
 

@@ -56,9 +56,7 @@ class PrefixBreak(NamedTuple):
 def reason_of(history: Tokens, prompt: Tokens) -> tuple[Reason, int | None, int | None]:
     """Return reason, removed and added tokens of a `PrefixBreak`.
 
-    Args:
-        history: Tokens of the history behind the shared ones.
-        prompt: Tokens of the prompt behind the shared ones.
+    ``history`` and ``prompt`` are the tokens of both behind the shared ones.
 
     Cost: three sorts of both.
 
@@ -77,12 +75,8 @@ def reason_of(history: Tokens, prompt: Tokens) -> tuple[Reason, int | None, int 
 def is_retokenized(prompt: bytes, completion: bytes, later: bytes) -> bool:
     """Return whether a later prompt repeats a turn with up to 8 tokens of its completion replaced.
 
-    That is what tokens of decoded text do, or a template that ends messages in its own way.
-
-    Args:
-        prompt: int32 tokens of the turn's prompt.
-        completion: int32 tokens of its completion.
-        later: int32 tokens of the prompt of a later turn.
+    That is what tokens of decoded text do, or a template that ends messages in its own way. All are
+    int32 tokens; ``later`` is the prompt of a later turn.
 
     Cost: one comparison of all; three sorts of 64 tokens.
     """

@@ -10,8 +10,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from trajpack.packing.plan.units import check_choice, check_count, decreasing
-from trajpack.packing.tree.plan import Chains
-from trajpack.packing.tree.trie import Ints, Trie
+from trajpack.packing.tree.trie import Chains, Ints, Trie
 
 Fewest: TypeAlias = Literal["micro_batches", "nodes"]
 """The count that a plan minimizes first, then the other: micro-batches or nodes."""
@@ -73,8 +72,8 @@ class ChainPlan:
 def plan_chains(chains: Chains, capacity: int, fewest: Fewest, ids: Sequence[str]) -> ChainPlan:
     """Implement `TreeBatch.plan_micro_batches`; ``ids`` are the names of the trajectories."""
     _check("plan_micro_batches", chains, capacity, fewest, ids)
-    trie = chains.trie
-    return _plan(trie, _bounds(trie, _begins(trie, capacity, fewest)), capacity)
+    begins = _begins(chains.trie, capacity, fewest)
+    return _plan(chains.trie, _bounds(chains.trie, begins, max(len(begins), 1)), capacity)
 
 
 def plan_chain_ranks(
@@ -95,8 +94,7 @@ def plan_chain_ranks(
             begins, high = found, middle
         else:
             low = middle + 1
-    bounds = np.zeros((places, 2), np.int64)
-    bounds[: max(len(begins), 1)] = _bounds(trie, begins)
+    bounds = _bounds(trie, begins, places)
     rounds = decreasing(_loads(trie, bounds)).reshape(-1, num_ranks)
     rounds[1::2] = rounds[1::2, ::-1].copy()
     return tuple(_plan(trie, bounds[own], capacity) for own in rounds.T)
@@ -166,11 +164,12 @@ def _begins(trie: Trie, capacity: int, fewest: Fewest) -> list[int]:
     return found[::-1]
 
 
-def _bounds(trie: Trie, begins: list[int]) -> Ints:
-    """Return first place and end of each micro-batch; of one dummy if there is none."""
-    if not begins:
-        return np.zeros((1, 2), np.int64)
-    return np.stack([begins, [*begins[1:], len(trie.order)]], 1)
+def _bounds(trie: Trie, begins: list[int], num_micro_batches: int) -> Ints:
+    """Return first place and end of each micro-batch; the last ones may be dummies."""
+    bounds = np.zeros((num_micro_batches, 2), np.int64)
+    if begins:
+        bounds[: len(begins)] = np.stack([begins, [*begins[1:], len(trie.order)]], 1)
+    return bounds
 
 
 def _loads(trie: Trie, bounds: Ints) -> Ints:

@@ -6,7 +6,7 @@ All is laid out on the host; the tables of a plan go to the device in one copy.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,20 +17,18 @@ from trajpack.kernels.dispatch import Impl
 from trajpack.kernels.rearrange.segments import Number
 from trajpack.kernels.rearrange.select_tokens import TokenSources
 from trajpack.packing.batch.batch import UNALIGNED
-from trajpack.packing.micro_batches.alignment import Alignment, Ints, Placement
+from trajpack.packing.micro_batches.alignment import Alignment, Placement
 from trajpack.packing.micro_batches.cutting import (
     CU_SEQLENS,
     PaddedMicroBatch,
     SegmentTable,
     TokenSelection,
-    merged,
     send_tables,
 )
 from trajpack.packing.micro_batches.micro_batch import MicroBatch, moved
 from trajpack.packing.tree.chain_plan import ChainPlan, check_plan
-from trajpack.packing.tree.entries import MicroEntries
-from trajpack.packing.tree.nodes import Boundary, TreeNodes
-from trajpack.packing.tree.plan import Chains, union_of
+from trajpack.packing.tree.nodes import Boundary, MicroEntries, TreeNodes
+from trajpack.packing.tree.trie import Chains, Ints, union_of
 
 if TYPE_CHECKING:
     from trajpack.packing.tree.tree_batch import TreeBatch
@@ -46,8 +44,7 @@ class TreeMicroBatch(TreeNodes):
     Made by `TreeBatch.micro_batches`. Its nodes are those that `trajpack.pack_tree` makes of these
     chains alone, numbered from 0; ``chains.trie.order`` are their numbers in the batch. Padding
     follows: nodes at depth 0, without a parent and without entries, that see themselves alone. It
-    is no tree, but the last of `seqlens`. The tensors over nodes are those of `TreeNodes`, a base
-    class.
+    is no tree, but the last of `seqlens`. All else is that of `TreeNodes`, a base class.
 
     Attributes:
         entries: Generated tokens of its turns, see `MicroEntries`.
@@ -138,20 +135,6 @@ def cut_chains(
     return map(select, layouts, tables[: len(layouts)], tables[len(layouts) :])
 
 
-def merge_entries(
-    batch: TreeBatch,
-    plan: ChainPlan,
-    outputs: Sequence[torch.Tensor],
-    fill: Number,
-    impl: Impl,
-) -> torch.Tensor:
-    """Implement `TreeBatch.merge`."""
-    check_plan(plan, batch.chains.trie)
-    chains = batch.chains
-    placed = [_place_turns(chains, turns) for turns in chains.turns_at(plan.bounds)]
-    return merged(batch.entries, placed, outputs, fill, impl)
-
-
 def _assemble(
     one: _Layout,
     boundary: Boundary,
@@ -223,26 +206,19 @@ def _layouts(batch: TreeBatch, plan: ChainPlan, alignment: Alignment) -> list[_L
         above = trie.pieces(first, np.zeros_like(first), trie.shared[first])  # it is repeated
         source = np.append(above.node, trie.first[first])
         start = np.append(above.depth, trie.shared[first])
-        table = _table(source, start, placement, size=size, alignment=alignment)
-        placed = _place_turns(batch.chains, turns)
+        ends = np.append(start[1:], size)[: start.size]
+        kept = ends - start
+        if size < placement.num_tokens:
+            ends = np.append(ends, placement.num_tokens)  # padding
+        boundaries = np.cumsum(placement.seqlens)
+        columns = max(len(boundaries) + 1, alignment.num_boundaries or 0)
+        table = SegmentTable(ends, source, kept, boundaries, columns)
+        placed = place_turns(batch.chains, turns)
         layouts.append(_Layout(chains, table, placement, int(trie.first[end]) - size, placed))
     return layouts
 
 
-def _table(
-    source: Ints, start: Ints, placement: Placement, *, size: int, alignment: Alignment
-) -> SegmentTable:
-    """Return the table that selects ``size`` nodes in stretches, and then padding."""
-    ends = np.append(start[1:], size)[: start.size]
-    kept = ends - start
-    if size < placement.num_tokens:
-        ends = np.append(ends, placement.num_tokens)
-    boundaries = np.cumsum(placement.seqlens)
-    min_columns = max(len(boundaries) + 1, alignment.num_boundaries or 0)
-    return SegmentTable(ends, source, kept, boundaries, min_columns)
-
-
-def _place_turns(chains: Chains, turns: Ints) -> PaddedMicroBatch:
+def place_turns(chains: Chains, turns: Ints) -> PaddedMicroBatch:
     """Lay out the entries of turns, without padding."""
     kept = (chains.end - chains.begin)[turns]
     return PaddedMicroBatch(turns, kept, Placement(kept, kept, int(kept.sum())))

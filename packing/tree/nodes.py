@@ -1,28 +1,73 @@
-"""`TreeNodes`: what a `TreeBatch` and its micro-batches have in common."""
+"""Nodes and entries: what a `TreeBatch` and its micro-batches have in common."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import numpy as np
 import torch
 from torch.nn.functional import pad
 
+from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.micro_batches.logprobs import LogprobMethods, Predictions, left_over
-from trajpack.packing.micro_batches.micro_batch import record_storages
+from trajpack.packing.micro_batches.micro_batch import MicroBatch, record_storages
 from trajpack.packing.ragged import Ragged
-from trajpack.packing.tree.entries import Entries, MicroEntries
-from trajpack.packing.tree.plan import Chains
-from trajpack.packing.tree.trie import Ints
+from trajpack.packing.tree.trie import Chains, Ints
 from trajpack.packing.tree_attention.attention import visible
 from trajpack.packing.tree_attention.huggingface import tree_table
 
 Boundary: TypeAlias = Literal["shared", "duplicate"]
 """What happens to the last token that sequences have in common, see `trajpack.pack_tree`."""
+
+
+def _refused(name: str, remedy: str) -> Callable[..., NoReturn]:
+    def method(self: object, *given: object, **options: object) -> NoReturn:
+        raise TypeError(f"{name}: entries have no prompts and are no sequences; {remedy}")
+
+    method.__doc__ = f"Raise a `TypeError`: {remedy}."
+    return method
+
+
+class Entries(PackedBatch):
+    """Generated tokens of a `TreeBatch`, each once, as a packed batch without prompts.
+
+    Tensors over tokens have an entry for each generated token, turn after turn, in the order of
+    `cu_generated`. `position_ids` are the nodes of the entries, `sequence_ids` and `turn_sequence`
+    their chains; `cu_seqlens` are the boundaries of the turns, as `cu_generated` is. Estimators,
+    loss weights and corrections read the entries as they read any batch. What needs sequences, such
+    as a trainer's format, refuses them.
+    """
+
+    @property
+    def generated_lens(self) -> tuple[int, ...]:
+        """Entries of each turn; all of them are generated."""
+        return self.seqlens
+
+    labels: Any = _refused("labels", "call TreeBatch.labels")
+    logprobs: Any = _refused("logprobs", "call TreeBatch.logprobs")
+    model_inputs: Any = _refused("model_inputs", "call TreeBatch.model_inputs")
+    unpack: Any = _refused("unpack", "call TreeBatch.unpack")
+    save: Any = _refused("save", "call TreeBatch.save")
+    select: Any = _refused("select", "call TreeBatch.micro_batches")
+    split: Any = _refused("split", "call TreeBatch.micro_batches")
+    micro_batches: Any = _refused("micro_batches", "call TreeBatch.micro_batches")
+
+
+class MicroEntries(MicroBatch):
+    """Entries of the turns of a `TreeMicroBatch`, as `Entries` are those of a `TreeBatch`.
+
+    `turn_ids` are turns of the batch, `position_ids` nodes of the micro-batch, `sequences` its
+    turns; `fields` hold the caller's tensors too. They have no padding.
+    """
+
+    labels: Any = _refused("labels", "call TreeMicroBatch.labels")
+    logprobs: Any = _refused("logprobs", "call TreeMicroBatch.logprobs")
+    model_inputs: Any = _refused("model_inputs", "call TreeMicroBatch.model_inputs")
+    shard: Any = _refused("shard", "a context-parallel rank computes nodes")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -118,8 +163,7 @@ class TreeNodes(LogprobMethods):
         Each trained node occurs once, in the order of nodes, however many entries lie on it.
 
         Args:
-            most: Length of the result, for shapes that must not change; `num_trained` if None. Rows
-                that are left over are -1, with token 0.
+            most: As of `PackedBatch.logprob_rows`; `num_trained` if None.
 
         Returns:
             ``rows`` and ``targets``, int64 ``[num_trained]``: arguments of
@@ -154,14 +198,8 @@ class TreeNodes(LogprobMethods):
     def labels(self, ignore: int = -100) -> torch.Tensor:
         """Return the token that each node predicts, where a turn generated it.
 
-        The label that a loss over rows takes, such as a fused cross-entropy. Log-probabilities,
-        advantages and weights of its entries are at `entry_parent`.
-
-        Args:
-            ignore: Value where there is no label.
-
-        Returns:
-            int64 ``[nodes]``.
+        The label that a loss over rows takes, such as a fused cross-entropy, int64 ``[nodes]``;
+        ``ignore`` where there is none. What belongs to its entries is at `entry_parent`.
 
         Raises:
             ValueError: If ``boundary`` is not ``"duplicate"``: a node may have several labels.
@@ -220,15 +258,6 @@ class TreeNodes(LogprobMethods):
             ValueError: If ``window`` is below 1.
 
         Cost: a few operations over ``nodes²`` entries.
-
-        Example:
-            >>> import trajpack
-            >>> turns = [trajpack.Turn([1], [2], [-0.5]), trajpack.Turn([1], [3], [-0.5])]
-            >>> batch = trajpack.pack_tree([trajpack.Trajectory("a", turns)])
-            >>> batch.attention_mask().int()[0, 0]
-            tensor([[1, 0, 0],
-                    [1, 1, 0],
-                    [1, 0, 1]], dtype=torch.int32)
         """
         if dtype != torch.bool and not dtype.is_floating_point:
             raise TypeError(f"attention_mask: dtype must be bool or a float dtype, got {dtype}")
@@ -244,10 +273,9 @@ class TreeNodes(LogprobMethods):
         """Return keyword arguments for a Hugging Face causal model's ``forward``.
 
         The model needs the attention ``"trajpack_tree"``, see
-        `trajpack.packing.adapters.huggingface.register_tree_attention`. Attention of another kind
-        fails on these arguments. For ``"sdpa"`` replace ``attention_mask`` by
-        ``batch.attention_mask()``, for ``"eager"`` by ``batch.attention_mask(dtype)`` of the
-        model's dtype.
+        `trajpack.packing.adapters.huggingface.register_tree_attention`; another kind fails on these
+        arguments. For ``"sdpa"`` replace ``attention_mask`` by ``batch.attention_mask()``, for
+        ``"eager"`` by ``batch.attention_mask(dtype)`` of the model's dtype.
 
         Returns:
             ``input_ids`` and ``position_ids``, int64 ``[1, nodes]``; ``attention_mask``, int32
@@ -283,18 +311,12 @@ class TreeNodes(LogprobMethods):
             -1 at a root; the depth of its first node.
 
         Cost: some passes over the chains, on the host. No synchronisation.
-
-        Example:
-            >>> import trajpack
-            >>> turns = [trajpack.Turn([1, 2], [3], [-0.5]), trajpack.Turn([1, 2], [4], [-0.5])]
-            >>> trajpack.pack_tree([trajpack.Trajectory("a", turns)]).segments()
-            (array([0, 2, 3, 4]), array([-1,  0,  0]), array([0, 2, 2]))
         """
         trie = self.chains.trie
         starts, places, depths, _ = trie.segments
-        holder = np.where(depths > trie.shared[places], places, trie.parent[places])
-        above = np.searchsorted(starts, trie.node(holder, depths - 1), side="right") - 1
-        parents = np.where(holder < 0, -1, above)
+        parents, inner = np.full_like(places, -1), np.flatnonzero(depths > 0)
+        above = trie.node_at(places[inner], depths[inner] - 1)
+        parents[inner] = np.searchsorted(starts, above, side="right") - 1
         length = self.num_nodes if length is None else length
         if length == trie.num_nodes:
             return starts, parents, depths

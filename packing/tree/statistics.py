@@ -1,21 +1,25 @@
-"""`TreeStatistics`: what a tree shares, between whom, and where prefixes broke."""
+"""`TreeStatistics`: what a tree shares, between whom, and where prefixes broke; also in words."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from trajpack.packing.batch.batch import number_groups
+from trajpack.packing.batch.inspection import Decode, counted
+from trajpack.packing.text import one_line
 from trajpack.packing.tree.breaks import PrefixBreak, Reason, reason_of
-from trajpack.packing.tree.merged import tree_of
-from trajpack.packing.tree.trie import Ints, Trie, expanded
+from trajpack.packing.tree.trie import Ints, expanded, without_last
 
 if TYPE_CHECKING:
     from trajpack.packing.tree.tree_batch import TreeBatch
+
+MOST_BREAKS = 8
+"""Breaks that are shown, unless all are asked for."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +80,8 @@ def statistics_of(tree: TreeBatch) -> TreeStatistics:
     _, opening = np.unique(place, return_index=True)  # the first turn of each chain
     groups, _ = number_groups(tree.entries.groups, {}, 0)
     num_tokens, num_merged = int(end.sum()), int(trie.lengths.sum())
-    in_trajectories = _num_distinct(trie, owner[opening])
-    in_groups = _num_distinct(trie, np.array(groups, np.int64)[owner[opening]])
+    in_trajectories = _num_distinct(tree, owner[opening])
+    in_groups = _num_distinct(tree, np.array(groups, np.int64)[owner[opening]])
     return TreeStatistics(
         num_trees=len(tree),
         num_trajectories=len(tree.entries.ids),
@@ -95,10 +99,13 @@ def statistics_of(tree: TreeBatch) -> TreeStatistics:
     )
 
 
-def _num_distinct(trie: Trie, owners: Ints) -> int:
+def _num_distinct(tree: TreeBatch, owners: Ints) -> int:
     """Return the distinct nodes of each owner's chains, summed; ``owners`` are of each place."""
-    order = np.argsort(owners, kind="stable")
-    shared = trie.common(order[:-1], order[1:])
+    trie, order = tree.chains.trie, np.argsort(owners, kind="stable")
+    one, other = order[:-1], order[1:]
+    shared = trie.common(one, other)
+    if tree.boundary == "duplicate":
+        shared = without_last(shared, trie.lengths[one], trie.lengths[other])
     return int(trie.lengths.sum() - shared[np.diff(owners[order]) == 0].sum())
 
 
@@ -108,9 +115,6 @@ def _breaks(tree: TreeBatch, opening: Ints) -> Iterator[PrefixBreak]:
     first_of = np.searchsorted(owner, owner)
     broke = opening[opening > first_of[opening]].tolist()
     if not broke:
-        return
-    if tree.boundary == "duplicate":  # its paths part a token early
-        yield from tree_of(tree.merged()).statistics().breaks
         return
     tokens = tree.input_ids.cpu().numpy()
 
@@ -135,3 +139,68 @@ def _breaks(tree: TreeBatch, opening: Ints) -> Iterator[PrefixBreak]:
             int(came[0]) if came.size else None,
             *reason_of(expected, came),
         )
+
+
+def describe_tree(statistics: TreeStatistics) -> list[tuple[str, str]]:
+    """Return the statistics of a tree as pairs of a name and a value in words."""
+    num_continuations = statistics.num_turns - statistics.num_trajectories
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in statistics.reasons.most_common())
+    return [
+        (
+            "tree",
+            f"{counted(statistics.num_nodes, 'node')} in {counted(statistics.num_trees, 'tree')}, "
+            f"for {statistics.num_tokens_merged:,} tokens merged (a ratio of "
+            f"{statistics.merged_ratio:.2f}) or {statistics.num_tokens_turns:,} as turns "
+            f"({statistics.turns_ratio:.2f})",
+        ),
+        (
+            "shared tokens",
+            f"{statistics.shared_in_chains:,} in chains, "
+            f"{statistics.shared_in_trajectories:,} in trajectories, "
+            f"{statistics.shared_in_groups:,} in groups, "
+            f"{statistics.shared_across_groups:,} across groups",
+        ),
+        (
+            "prefix breaks",
+            f"{len(statistics.breaks):,} of {counted(num_continuations, 'continuation')}"
+            + (f": {reasons}" if reasons else ""),
+        ),
+    ]
+
+
+def break_rows(
+    statistics: TreeStatistics,
+    ids: Sequence[str],
+    decode: Decode | None = None,
+    *,
+    full: bool = False,
+) -> list[tuple[str, str]]:
+    """Return the breaks as pairs of a turn and words; the last pair says how many were left out.
+
+    ``ids`` are the names of the trajectories; ``decode`` makes texts of token ids, ``None`` shows
+    the ids alone; with ``full`` no break is left out.
+    """
+    breaks = statistics.breaks if full else statistics.breaks[:MOST_BREAKS]
+    rows = [(f"turn {one.turn}", _words(one, ids, decode)) for one in breaks]
+    num_hidden = len(statistics.breaks) - len(breaks)
+    return [*rows, ("...", counted(num_hidden, "more break"))] if num_hidden else rows
+
+
+def _words(one: PrefixBreak, ids: Sequence[str], decode: Decode | None) -> str:
+    def shown(token: int | None) -> str:
+        if token is None:
+            return "nothing"
+        text = "" if decode is None else one_line(decode([token]), max_chars=20)
+        return f"{token} '{text}'" if text else f"{token}"
+
+    words = {
+        "stripped": f"{one.removed} stripped",
+        "rewritten": f"{one.removed} rewritten as {one.added}",
+        "repeated": "the prompt ends there",
+        "fields": "rows of a field differ",
+        "left": "it left the history",
+    }
+    return (
+        f"of {one_line(ids[one.trajectory], max_chars=60)}: at {one.position:,} came "
+        f"{shown(one.came)}, turn {one.history} has {shown(one.expected)}; {words[one.reason]}"
+    )

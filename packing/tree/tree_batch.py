@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import numpy as np
 import torch
 
-from trajpack.kernels.fields.build import FIELD_DTYPES
-from trajpack.kernels.runs import Run
+from trajpack.kernels.fields.gather_fields import UNITS
 from trajpack.kernels.scan.observations import PASSING
 from trajpack.packing.batch.batch import UNALIGNED, PackedBatch, SequenceOf
-from trajpack.packing.conversion import shown
+from trajpack.packing.batch.storage import save
 from trajpack.packing.micro_batches.alignment import Alignment
-from trajpack.packing.tree.chain_plan import ChainPlan, Fewest, plan_chain_ranks, plan_chains
-from trajpack.packing.tree.entries import Entries
-from trajpack.packing.tree.micro_batches import TreeMicroBatch, cut_chains, merge_entries
-from trajpack.packing.tree.nodes import Boundary, TreeNodes
-from trajpack.packing.tree.plan import PARENT, TreePlan
+from trajpack.packing.micro_batches.cutting import merged
+from trajpack.packing.token_fields import TokenField
+from trajpack.packing.tree.chain_plan import (
+    ChainPlan,
+    Fewest,
+    check_plan,
+    plan_chain_ranks,
+    plan_chains,
+)
+from trajpack.packing.tree.micro_batches import TreeMicroBatch, cut_chains, place_turns
+from trajpack.packing.tree.nodes import Entries, TreeNodes
+from trajpack.packing.tree.statistics import TreeStatistics, statistics_of
+from trajpack.packing.tree.trie import expanded
 
 if TYPE_CHECKING:
     from trajpack.kernels.corrections.importance_weights import Correction
@@ -31,43 +39,30 @@ if TYPE_CHECKING:
     from trajpack.kernels.rearrange.segments import Number
     from trajpack.packing.credit.advantages import Own
     from trajpack.packing.credit.estimators import Estimator
-    from trajpack.packing.tree.statistics import TreeStatistics
     from trajpack.packing.types import Trajectory
 
-NODE_FIELDS = {
-    "input_ids": "input_ids",
-    "position_ids": "position_ids",
-    "tree_end": "sequence_ids",
-    "loss_mask": "loss_mask",
+CONTEXT = {
+    "turn_ids": -1,
+    "policy_versions": -1,
+    "rollout_logprobs": 0.0,
+    "returns": 0.0,
+    "loss_mask": False,
+    "advantages": 0.0,
 }
-"""Tensors of nodes, and the field of `build` that holds each."""
+"""Values of tokens that were not generated."""
 Share: TypeAlias = Literal["once", "sum", "mean"]
 """Weight of an entry, see `TreeBatch.entry_weights`."""
-
-
-def check_options(share: str, boundary: str) -> None:
-    """Raise unless both options are known and go together."""
-    for name, value, known in (("share", share, Share), ("boundary", boundary, Boundary)):
-        if value not in get_args(known):
-            names = ", ".join(repr(one) for one in get_args(known))
-            raise ValueError(f"{name} must be one of {names}, got {shown(value)}")
-    if boundary == "duplicate" and share != "once":
-        raise ValueError(f"boundary='duplicate' needs share='once', got share={share!r}")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TreeBatch(TreeNodes):
     """Trajectories as a forest in which each distinct prefix is stored once.
 
-    Made by `trajpack.pack_tree` or `TrajectoryBuffer.pack_tree`. A node is a token behind all
-    tokens before it: turns share a node if they agree up to there, in tokens and in every extra
-    field that has rows for all tokens. Nodes are numbered depth first, so a subtree is an interval.
-    An entry is a generated token of a turn. Several entries may lie on one node, each with
-    log-probability, version, return and advantage of its own.
-
-    Tensors over nodes have shape ``[nodes]``, tensors over entries ``[entries]``. The order of the
-    trees and branches is that of their token ids; the entries are in the order of the turns. The
-    tensors over nodes are those of `TreeNodes`, a base class.
+    Made by `trajpack.pack_tree` or `TrajectoryBuffer.pack_tree`. Turns share a node if they agree
+    up to there, in tokens and in every extra field that has rows for all tokens. An entry is a
+    generated token of a turn; several may lie on one node, each with log-probability, version,
+    return and advantage of its own. Trees and branches are in the order of their token ids, entries
+    in the order of the turns. The tensors over nodes are those of `TreeNodes`, a base class.
 
     Attributes:
         turn_prompt_node: int32 ``[turns]``: node of the last token of each turn's prompt.
@@ -88,11 +83,9 @@ class TreeBatch(TreeNodes):
     def entry_weights(self) -> torch.Tensor:
         """float32 ``[entries]``: how often each entry counts in `loss_weights`.
 
-        - ``"once"``: 1. A token counts once for each time that it was sampled, so the gradient is
-          that of layout ``"merged"``, and that of separate turns.
-        - ``"sum"``: a node counts once for each chain through it, of any trajectory, as if each
-          chain were a row that trains every token on its path that a turn generated. Entries on one
-          node share this number equally.
+        - ``"once"``: 1, so the gradient is that of layout ``"merged"``, and that of separate turns.
+        - ``"sum"``: the chains through the node, of any trajectory, over the entries on it, as if
+          each chain were a row that trains every token on its path that a turn generated.
         - ``"mean"``: that number over the chains of the tree, as if rows of a tree were averaged.
 
         A chain is a sequence of layout ``"merged"``. With ``"sum"`` and ``"mean"`` the weights of a
@@ -142,9 +135,9 @@ class TreeBatch(TreeNodes):
         there, cost included.
 
         Raises:
-            TypeError: As there.
-            ValueError: As there; also for a convention in which tokens that were not generated are
-                steps (``observation="ignore"``, ``"multiply"``, ``"reset"``).
+            TypeError, ValueError: As there; a `ValueError` also for a convention in which tokens
+                that were not generated are steps (``observation="ignore"``, ``"multiply"``,
+                ``"reset"``).
         """
         observation = getattr(estimator, "observation", PASSING[0])
         if observation not in PASSING:
@@ -190,9 +183,8 @@ class TreeBatch(TreeNodes):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return importance weights of the policy of ``logprobs`` over the sampling policy.
 
-        `PackedBatch.importance_weights` of the entries, with its arguments, errors and cost; the
-        log-probabilities and weights are ``[entries]``, the weights the bits of layout
-        ``"merged"``.
+        `PackedBatch.importance_weights` of the entries, with its arguments, errors and cost;
+        ``[entries]`` each, the bits of layout ``"merged"``.
         """
         return self.entries.importance_weights(logprobs, correction, per=per, impl=impl)
 
@@ -201,36 +193,19 @@ class TreeBatch(TreeNodes):
 
         Cost: a sort of the chains; if a prefix broke, a copy of the token ids to the host
             (synchronises), and for each break a pass over the turns before it and three sorts of
-            the tokens behind it. With ``boundary="duplicate"`` also as `merged` and a plan.
-
-        Example:
-            >>> import trajpack
-            >>> turns = [
-            ...     trajpack.Turn([1, 2], [8, 3, 4], [-0.5] * 3),
-            ...     trajpack.Turn([1, 2, 3, 4, 5], [6], [-0.5]),
-            ... ]
-            >>> statistics = trajpack.pack_tree([trajpack.Trajectory("a", turns)]).statistics()
-            >>> statistics.num_tokens_merged, statistics.num_nodes
-            (11, 9)
-            >>> statistics.breaks[0]  # doctest: +NORMALIZE_WHITESPACE
-            PrefixBreak(trajectory=0, turn=1, history=0, position=2, expected=8, came=3,
-                        reason='stripped', removed=1, added=0)
+            the tokens behind it.
         """
-        from trajpack.packing.tree.statistics import statistics_of
-
         return statistics_of(self)
 
     def plan_micro_batches(self, capacity: int, fewest: Fewest = "micro_batches") -> ChainPlan:
         """Plan micro-batches of at most ``capacity`` nodes.
 
         A chain is in one micro-batch, with all of its entries. Micro-batches are cut from the
-        depth-first order of chains; a cut repeats the prefix that the chains beside it share. The
-        plan has the fewest micro-batches and, of the plans with as many, the fewest nodes; or the
-        reverse.
+        depth-first order of chains; a cut repeats the prefix that the chains beside it share.
 
         Args:
             capacity: Maximum nodes of a micro-batch, before padding.
-            fewest: What comes first: ``"micro_batches"`` or ``"nodes"``.
+            fewest: What is minimal, ``"micro_batches"`` or ``"nodes"``; the other comes second.
 
         Returns:
             The plan; of a batch without chains one dummy.
@@ -262,8 +237,7 @@ class TreeBatch(TreeNodes):
         missing ones are dummies. Every rank computes the same plans and takes its own.
 
         Raises:
-            TypeError: As `plan_micro_batches`.
-            ValueError: As `plan_micro_batches`.
+            TypeError, ValueError: As `plan_micro_batches`.
 
         Cost: as `plan_micro_batches`, about ``log2(capacity)`` times.
         """
@@ -327,22 +301,13 @@ class TreeBatch(TreeNodes):
             ``[entries, ...]``. Differentiable with respect to the outputs.
 
         Raises:
-            TypeError: As `PackedBatch.merge`.
-            ValueError: As `PackedBatch.merge`.
-            RuntimeError: While a CUDA graph is captured.
+            TypeError, ValueError, RuntimeError: As `PackedBatch.merge`.
 
-        Cost: as `PackedBatch.merge`.
-
-        Example:
-            >>> import torch, trajpack
-            >>> turns = [trajpack.Turn([1, 2, 3], [n], [-0.5 * n]) for n in range(5)]
-            >>> batch = trajpack.pack_tree([trajpack.Trajectory("a", turns)])
-            >>> plan = batch.plan_micro_batches(capacity=6)
-            >>> outputs = [one.rollout_logprobs for one in batch.micro_batches(plan)]
-            >>> torch.equal(batch.merge(plan, outputs), batch.rollout_logprobs)
-            True
+        Cost: as there.
         """
-        return merge_entries(self, plan, outputs, fill, impl)
+        check_plan(plan, self.chains.trie)
+        placed = [place_turns(self.chains, turns) for turns in self.chains.turns_at(plan.bounds)]
+        return merged(self.entries, placed, outputs, fill, impl)
 
     def merged(self) -> PackedBatch:
         """Return the same trajectories as a batch of layout ``"merged"``, on the host.
@@ -351,17 +316,46 @@ class TreeBatch(TreeNodes):
         metrics of this one.
 
         Cost: copies the batch to the host (synchronises), and a pass over the tokens of all chains.
-
-        Example:
-            >>> import trajpack
-            >>> turns = [trajpack.Turn([1, 2], [3], [-0.5]), trajpack.Turn([1, 2], [4], [-1.0])]
-            >>> batch = trajpack.pack_tree([trajpack.Trajectory("a", turns)])
-            >>> batch.input_ids, batch.merged().input_ids
-            (tensor([1, 2, 3, 4]), tensor([1, 2, 3, 1, 2, 4]))
         """
-        from trajpack.packing.tree.merged import merged_of  # it imports this class
-
-        return merged_of(self)
+        tree = self.to("cpu")
+        entries, (trie, place, begin, end, _) = tree.entries, tree.chains
+        chain, lengths = trie.order[place], trie.lengths[trie.places]
+        starts, pieces = (
+            np.cumsum(lengths) - lengths,
+            trie.pieces(trie.places, 0 * lengths, lengths),
+        )
+        begin, end = starts[chain] + begin, starts[chain] + end
+        path = torch.from_numpy(expanded(pieces.node, pieces.length))
+        at = torch.from_numpy(expanded(begin, end - begin))
+        given = {field.name: getattr(entries, field.name) for field in dataclasses.fields(entries)}
+        for name, value in CONTEXT.items():
+            if (values := given[name]) is not None:
+                given[name] = values.new_full((len(path),), value).index_copy_(0, at, values)
+        order = np.argsort(chain, kind="stable")
+        opens, ended = np.diff(chain[order], prepend=-1) != 0, np.roll(end[order], 1)
+        begins = np.empty_like(end)  # where the turn before in its chain ended, or the chain starts
+        begins[order] = np.where(opens, starts[chain[order]], ended)
+        tables = {
+            "sequence_ids": np.repeat(np.arange(len(lengths)), lengths),
+            "turn_spans": np.stack([begin, end], 1),
+            "turn_begin": begins,
+            "cu_seqlens": np.append(starts, len(path)),
+        }
+        given |= {name: torch.from_numpy(table.astype(np.int32)) for name, table in tables.items()}
+        given["fields"] = {
+            field.name: _spread(field, entries.fields[field.name], at, len(path))
+            if field.generated_only
+            else tree.fields[field.name][path]
+            for field in entries.token_fields
+        }
+        given |= {
+            "input_ids": tree.input_ids[path],
+            "position_ids": tree.position_ids[path],
+            "prompt_mask": ~given["loss_mask"],
+            "layout": "merged",
+            "seqlens": tuple(lengths.tolist()),
+        }
+        return PackedBatch(**given)
 
     def unpack(self) -> list[Trajectory]:
         """Return the packed trajectories, equal in every value, in their order.
@@ -377,14 +371,11 @@ class TreeBatch(TreeNodes):
         each chain.
 
         Raises:
-            OSError: As `PackedBatch.save`.
-            ValueError: As `PackedBatch.save`.
+            OSError, ValueError: As `PackedBatch.save`.
 
         Cost: as `merged` and `PackedBatch.save`.
         """
-        from trajpack.packing.tree.merged import save_tree
-
-        save_tree(self, path)
+        save(self.merged(), path, {"share": self.share, "boundary": self.boundary})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TreeBatch:
@@ -396,9 +387,9 @@ class TreeBatch(TreeNodes):
             OSError: If the file cannot be read.
             ValueError: As `PackedBatch.load`; also if the layout is not ``"merged"``.
 
-        Cost: as `PackedBatch.load`, and the plan of the tree again.
+        Cost: as `PackedBatch.load`, and as `trajpack.pack_tree` of its trajectories.
         """
-        from trajpack.packing.tree.merged import load_tree
+        from trajpack.packing.buffer.trees import load_tree
 
         return load_tree(path)
 
@@ -427,64 +418,12 @@ class TreeBatch(TreeNodes):
         )
 
 
-def tree_batch_of(
-    plan: TreePlan,
-    runs: torch.Tensor,
-    written: Callable[[str], torch.Tensor],
-    *,
-    cu_seqlens: torch.Tensor,
-    prompt_nodes: torch.Tensor,
-    fields: Mapping[str, torch.Tensor],
-    of_entries: tuple[Mapping[str, Any], Mapping[str, Callable[[], Any]]],
-    options: tuple[Share, Boundary],
-) -> TreeBatch:
-    """Make a batch from what `build` wrote.
-
-    Args:
-        plan: The plan.
-        runs: Its run table on the device of the batch.
-        written: Function that returns a field of `FIELD_DTYPES` over nodes, padding and entries.
-        cu_seqlens: `TreeBatch.cu_seqlens`.
-        prompt_nodes: `TreeBatch.turn_prompt_node`.
-        fields: `TreeBatch.fields`.
-        of_entries: Fields of the entries by name, but those that are written or known here, and
-            functions that make others at first access.
-        options: `TreeBatch.share` and `TreeBatch.boundary`.
-
-    Cost: three small operations for the parents.
-    """
-    num_nodes, first = plan.num_nodes, plan.first_entry
-    # `data`: nodes and entries share memory, but a write to one is none to the other
-    nodes = {name: written(source)[:num_nodes].data for name, source in NODE_FIELDS.items()}
-    parents = written("turn_ids")[:num_nodes].data  # memory of a field that nodes do not have
-    if parents.device.type == "cpu":  # a tenth of the time of torch's operators
-        host, table = parents.numpy(), plan.runs[: plan.num_node_rows]
-        host[:] = np.arange(-1, num_nodes - 1, dtype=np.int32)
-        host[table[:, Run.START]] = table[:, PARENT]
-    else:
-        torch.arange(-1, num_nodes - 1, out=parents)
-        rows = runs[: plan.num_node_rows]
-        parents[rows[:, Run.START].long()] = rows[:, PARENT]
-    chains, (ready, later) = plan.chains, of_entries
-    bounds = ready["cu_generated"]
-    entries = {
-        **{name: written(name)[first:].data for name in FIELD_DTYPES},
-        "turn_begin": bounds[:-1].clone(),
-        "cu_seqlens": bounds.clone(),
-        "seqlens": tuple((chains.end - chains.begin).tolist()),
-        "layout": "turns",
-        **ready,
-    }
-    return TreeBatch(
-        **nodes,
-        tree_parent=parents,
-        cu_seqlens=cu_seqlens,
-        turn_prompt_node=prompt_nodes,
-        fields=fields,
-        entries=Entries.with_lazy_columns(entries, later),
-        num_trained=plan.num_trained,
-        seqlens=tuple((plan.cu_seqlens[1:] - plan.cu_seqlens[:-1]).tolist()),
-        share=options[0],
-        boundary=options[1],
-        chains=chains,
-    )
+def _spread(
+    field: TokenField, rows: torch.Tensor, place: torch.Tensor, num_tokens: int
+) -> torch.Tensor:
+    """Return rows of all tokens, with the field's fill where none was generated."""
+    layout = field.layout
+    unit = UNITS[layout.dtype.itemsize]  # torch fills few dtypes
+    fill = int.from_bytes(layout.fill, sys.byteorder, signed=True)
+    bits = torch.full((num_tokens, *layout.shape), fill, dtype=unit)
+    return bits.index_copy_(0, place, rows.view(unit)).view(layout.dtype)

@@ -17,8 +17,8 @@ FIRST_PIECE, GROWTH, LONGEST_PIECE = 4, 4, 4096
 of the longest."""
 AT_ONCE = 1 << 17
 """Entries that are compared at once; they stay in the cache."""
-FURTHEST = (1 << 31) - 1
-"""At least the tokens of a chain."""
+MOST_KEYS = 1 << 62
+"""Keys of a round of chains that fit an integer."""
 
 
 class Rows(NamedTuple):
@@ -80,6 +80,8 @@ class Trie:
     parent: Ints
     """``[chains]``: place that owns the node before the first owned one, or -1."""
     segments: Segments
+    agreed: Ints
+    """``[chains]``: `shared`, and a token more where that one is in two nodes; as `common`."""
 
     @property
     def num_nodes(self) -> int:
@@ -98,60 +100,92 @@ class Trie:
         places[self.order] = np.arange(len(places))
         return places
 
-    def node(self, place: Ints, depth: Ints) -> Ints:
-        """Return nodes that places own, by their depths."""
+    def node_at(self, place: Ints, depth: Ints) -> Ints:
+        """Return the node at a depth on the path of each place.
+
+        Cost: a pass over the places for each owner on the longest path.
+        """
+        place, above = place.copy(), np.flatnonzero(depth < self.shared[place])
+        while above.size:
+            place[above] = self.parent[place[above]]
+            above = above[depth[above] < self.shared[place[above]]]
         return self.first[place] + depth - self.shared[place]
 
     def pieces(self, place: Ints, begin: Ints, end: Ints) -> Pieces:
         """Return the nodes at depths ``[begin, end)`` on the path of each place.
 
         Cost: a pass over the stretches for each owner on the longest path.
-
-        Example:
-            >>> words = np.array([1, 2, 5, 1, 3], np.int32)  # chains 1 2 5 and 1 3
-            >>> trie = trie_of(words, np.array([0, 3]), np.array([3, 2]))
-            >>> trie.pieces(np.array([1]), np.array([0]), np.array([2])).node
-            array([0, 3])
         """
         index, found = np.arange(len(place)), list[Ints]()
         while index.size:
-            low = np.maximum(begin, self.shared[place])
-            has = low < end
-            found.append(np.stack([index, low, self.node(place, low), end - low])[:, has])
-            end = np.minimum(end, self.shared[place])
-            left = begin < end
+            shared = self.shared[place]
+            low = np.maximum(begin, shared)
+            own = np.stack([index, low, self.first[place] + low - shared, end - low])
+            found.append(own[:, np.flatnonzero(low < end)])
+            end = np.minimum(end, shared)
+            left = np.flatnonzero(begin < end)
             index, begin, end = index[left], begin[left], end[left]
             place = self.parent[place[left]]
-        pieces = np.concatenate(found, 1) if found else np.zeros((4, 0), np.int64)
-        if len(found) > 1:
-            pieces = pieces[:, np.lexsort(pieces[1::-1])]
+        pieces = np.concatenate(found[::-1], 1) if found else np.zeros((4, 0), np.int64)
+        if len(found) > 1:  # each sorted by stretches, those nearer to the root first
+            pieces = pieces[:, np.argsort(pieces[0], kind="stable")]
         return Pieces(*pieces)
 
     @cached_property
     def _least(self) -> Ints:
-        return np.stack(_least(self.shared))
+        return np.stack(_least(self.agreed, len(self.agreed)))
 
     def common(self, one: Ints, other: Ints) -> Ints:
-        """Return how many tokens the chain at each place of ``one`` shares with that of ``other``.
+        """Return how many tokens the chains at the places ``one`` and ``other`` agree in.
 
         Cost: at first access a table of the chains, times the logarithm of their number.
         """
         low, high = np.minimum(one, other), np.maximum(one, other)
-        shared = self.lengths[low]
+        agreed = self.lengths[low]
         apart = np.flatnonzero(low < high)
         begin, end = low[apart] + 1, high[apart] + 1
         level = np.frexp(end - begin)[1] - 1  # of the largest power of two
-        shared[apart] = np.minimum(
+        agreed[apart] = np.minimum(
             self._least[level, begin], self._least[level, end - (1 << level)]
         )
-        return shared
+        return agreed
 
     def part(self, begin: int, end: int) -> Trie:
         """Return the trie of the chains at places ``[begin, end)`` alone."""
         places = slice(begin, end)
-        shared = self.shared[places].copy()
-        shared[:1] = 0
-        return _trie(self.order[places], shared, self.lengths[places])
+        agreed, shared = self.agreed[places].copy(), self.shared[places].copy()
+        agreed[:1] = shared[:1] = 0
+        return _trie(self.order[places], agreed, shared, self.lengths[places])
+
+
+class Chains(NamedTuple):
+    """Chains and turns of a tree on the host; a chain is a sequence of layout ``"merged"``."""
+
+    trie: Trie
+    """Trie of the chains."""
+    place: Ints
+    """``[turns]``: place of each turn's chain in the trie."""
+    begin: Ints
+    """``[turns]``: tokens of each turn's prompt, the depth of its first generated token."""
+    end: Ints
+    """``[turns]``: tokens of prompt and completion."""
+    trajectory: Ints
+    """``[turns]``: trajectory of each turn; ascending."""
+
+    def generated(self) -> Pieces:
+        """Return the nodes of what each turn generated; `Pieces.stretch` are turns."""
+        return self.trie.pieces(self.place, self.begin, self.end)
+
+    def turns_at(self, bounds: Ints) -> list[Ints]:
+        """Return the turns whose chains are at places ``[begin, end)``, for each bound."""
+        by_place = np.argsort(self.place, kind="stable")
+        cuts = np.searchsorted(self.place[by_place], bounds)
+        return [np.sort(by_place[low:high]) for low, high in cuts.tolist()]
+
+    def part(self, begin: int, end: int, turns: Ints) -> Chains:
+        """Return the chains at places ``[begin, end)`` alone; ``turns`` are theirs."""
+        place, *others = (column[turns] for column in self[1:])
+        return Chains(self.trie.part(begin, end), place - begin, *others)
 
 
 def expanded(begins: Ints, lengths: Ints) -> Ints:
@@ -180,12 +214,24 @@ def trie_of(
     Cost: a token is compared once if a chain beside it has it too; numpy calls for all chains
         together, about as many as the logarithm of the chains that part on one path.
     """
-    order, shared = _sorted(words, sources, lengths, rows)
-    sizes = lengths[order]
+    order, agreed = _sorted(words, sources, lengths, rows)
+    sizes, shared = lengths[order], agreed
     if duplicate:
-        again = (shared == sizes) & (shared == np.append(0, sizes)[:-1])
-        shared = np.where(again, shared, np.maximum(shared - 1, 0))
-    return _trie(order, shared, sizes)
+        shared = without_last(agreed, sizes, np.append(0, sizes)[:-1])
+    return _trie(order, agreed, shared, sizes)
+
+
+def without_last(agreed: Ints, one: Ints, other: Ints) -> Ints:
+    """Return how many nodes chains of these lengths share if each node has one token behind it."""
+    return np.where((agreed == one) & (agreed == other), agreed, np.maximum(agreed - 1, 0))
+
+
+def union_of(begins: Ints, ends: Ints) -> tuple[Ints, Ints]:
+    """Join intervals that overlap or touch; return begins and ends in order."""
+    both = np.sort(begins << 32 | ends)
+    begins, ends = both >> 32, np.maximum.accumulate(both & 0xFFFFFFFF)
+    opens = np.append(True, begins[1:] > ends[:-1])[: begins.size]
+    return begins[opens], ends[np.append(opens[1:], True)[: ends.size]]
 
 
 def _sorted(
@@ -200,69 +246,62 @@ def _sorted(
     Returns:
         The chain at each place, and how many tokens it shares with the one before it.
     """
-    order, shared = np.arange(len(sources)), np.zeros(len(sources), np.int64)
-    begins, ends, agreed = np.array([[0], [len(sources)], [0]])[:, : len(sources)]
+    order, agreed = np.arange(len(sources)), np.zeros(len(sources), np.int64)
+    begins, ends, known = np.array([[0], [len(sources)], [0]])[:, : len(sources)]
     while begins.size:
         sizes = ends - begins
         at, group = expanded(begins, sizes), np.repeat(np.arange(sizes.size), sizes)
-        chain, pivot = order[at], order[(begins + ends) // 2][group]
-        limit = np.minimum(lengths[chain], lengths[pivot])
-        known = agreed[group]
-        same = _common(words, sources[chain] + known, sources[pivot] + known, limit - known)
+        chain, pivots, since = order[at], order[(begins + ends) // 2], known[group]
+        pair = np.stack([chain, pivots[group]])
+        first, length = sources[pair], lengths[pair]
+        same = _common(words, first + since, np.minimum(*length) - since)
         for memory, begin, size in rows:
-            one, other = (begin[of] + known * size for of in (chain, pivot))
-            same = _common(memory, one, other, same * size) // size
-        depth = known + same
-        letter, of_pivot = _letters(
-            words, sources, lengths, np.stack([chain, pivot]), depth, rows=rows
-        )
+            same = _common(memory, begin[pair] + since * size, same * size) // size
+        depth = since + same
+        at_depth = [Rows(memory, begin[pair] + depth * size, size) for memory, begin, size in rows]
+        letter, of_pivot = _letters(words, first + depth, depth < length, at_depth)
         # before the pivot: the earlier a chain leaves its path, the further; behind it likewise
-        side = np.sign(letter - of_pivot)
-        key = (side * (FURTHEST - depth)) << 32 | (letter + 1)
-        moved = np.lexsort((key, group)) if sizes.size > 1 else np.argsort(key, kind="stable")
+        side, deepest = np.sign(letter - of_pivot), int(same.max())
+        key = group * (2 * deepest + 3) + side * (deepest + 1 - same)
+        width, bits = int(letter.max()) + 2, key.size.bit_length()
+        if sizes.size * (2 * deepest + 3) * width << bits < MOST_KEYS:  # numbers, half the time
+            member = np.arange(key.size)
+            moved = np.sort((key * width + letter) << bits | member) & ((1 << bits) - 1)
+        else:
+            moved = np.lexsort((letter, key))
         key, depth, letter, side = key[moved], depth[moved], letter[moved], side[moved]
         order[at] = chain[moved]
-        opens = np.append(True, (group[1:] != group[:-1]) | (key[1:] != key[:-1]))[: key.size]
-        inner = np.append(False, group[1:] == group[:-1])[: key.size]
-        shared[at[inner]] = np.minimum(depth[1:], depth[:-1])[inner[1:]]
+        inner = np.flatnonzero(group[1:] == group[:-1]) + 1
+        agreed[at[inner]] = np.minimum(depth[inner], depth[inner - 1])
+        opens = np.append(True, (key[1:] != key[:-1]) | (letter[1:] != letter[:-1]))
         heads = np.flatnonzero(opens)
         sizes = np.diff(heads, append=key.size)
         goes_on = (sizes > 1) & (side[heads] != 0) & (letter[heads] >= 0)
         heads, sizes = heads[goes_on], sizes[goes_on]
-        begins, agreed = at[heads], depth[heads] + 1
+        begins, known = at[heads], depth[heads] + 1
         ends = begins + sizes
-    return order, shared
+    return order, agreed
 
 
 def _letters(
-    words: npt.NDArray[np.int32],
-    sources: Ints,
-    lengths: Ints,
-    chains: Ints,
-    depth: Ints,
-    *,
-    rows: Sequence[Rows],
+    words: npt.NDArray[np.int32], places: Ints, is_token: npt.NDArray[Any], rows: Sequence[Rows]
 ) -> Ints:
-    """Return numbers that compare as tokens of chains do, with their rows; -1 behind the end.
-
-    ``chains`` are ``[any, members]``, their depths ``[members]``.
-    """
-    is_token = depth < lengths[chains]
-    tokens = words[sources[chains] + np.where(is_token, depth, 0)]
-    letters = np.where(is_token, tokens.astype(np.int64), -1)
+    """Return numbers that compare as the tokens at places do, with their rows; -1 for no token."""
+    letters = np.where(is_token, words.take(places, mode="clip"), np.int64(-1))
     if rows and is_token.any():
-        of, at = chains[is_token], np.broadcast_to(depth, chains.shape)[is_token]
         parts = [letters[is_token].astype(">u4")[:, None].view(np.uint8)]
-        parts += [_windows(memory, begin[of] + at * size, size) for memory, begin, size in rows]
+        parts += [_windows(memory, begin[is_token], size) for memory, begin, size in rows]
         raw = np.concatenate(parts, 1)
         letters[is_token] = np.unique(raw.view(f"S{raw.shape[1]}"), return_inverse=True)[1].ravel()
     return letters
 
 
-def _common(memory: npt.NDArray[Any], one: Ints, other: Ints, limit: Ints) -> Ints:
-    """Return how many entries agree from each of ``one`` and ``other`` on, up to ``limit``."""
+def _common(memory: npt.NDArray[Any], pair: Ints, limit: Ints) -> Ints:
+    """Return how many entries agree from both places of each pair on, up to ``limit``."""
+    one, other = pair
     found, size = np.where(one == other, limit, 0), FIRST_PIECE
-    left = np.flatnonzero(found < limit)
+    first = memory.take(pair, mode="clip")
+    left = np.flatnonzero((first[0] == first[1]) & (found < limit))
     while left.size:
         step, goes_on = max(AT_ONCE // size, 1), list[Ints]()
         for begin in range(0, left.size, step):
@@ -287,18 +326,18 @@ def _windows(memory: npt.NDArray[Any], begins: Ints, size: int) -> npt.NDArray[A
     return np.ndarray(shape, memory.dtype, memory, strides=memory.strides * 2)[begins]
 
 
-def _trie(order: Ints, shared: Ints, lengths: Ints) -> Trie:
+def _trie(order: Ints, agreed: Ints, shared: Ints, lengths: Ints) -> Trie:
     """Return the trie of sorted chains, by how many tokens each shares with the one before it."""
     first = np.append(0, np.cumsum(lengths - shared))
-    before = _earlier(shared)  # the place from which each chain parts, or a chain that parts there
-    behind = len(shared) - _earlier(np.append(shared, 0)[::-1])[::-1]
+    most = int(np.diff(np.flatnonzero(shared == 0), append=len(shared)).max(initial=1))
+    before = _earlier(shared, most)  # where each chain parts from, or a chain that parts there
+    behind = len(shared) - _earlier(np.append(shared, 0)[::-1], most)[::-1]
     parts = shared > shared[before]
-    parent = before.copy()
-    again = np.flatnonzero(~parts)
+    parent = np.where(shared > 0, before, -1)
+    again = np.flatnonzero(~parts & (shared > 0))
     while again.size:
         parent[again] = parent[parent[again]]
-        again = again[(shared[parent[again]] == shared[again]) & (parent[again] > 0)]
-    parent[shared == 0] = -1
+        again = again[shared[parent[again]] == shared[again]]
     owns, cuts = np.flatnonzero(shared < lengths), np.flatnonzero(parts)
     cuts = cuts[shared[cuts] < lengths[parent[cuts]]]  # else the chain before it ends there
     places = np.append(owns, parent[cuts])
@@ -308,29 +347,29 @@ def _trie(order: Ints, shared: Ints, lengths: Ints) -> Trie:
     by_node = np.argsort(starts, kind="stable")
     columns = (column[by_node] for column in (places, depths, ends))
     segments = Segments(np.append(starts[by_node], first[-1]), *columns)
-    return Trie(order, shared, lengths, first, parent, segments)
+    return Trie(order, shared, lengths, first, parent, segments, agreed)
 
 
-def _earlier(values: Ints) -> Ints:
+def _earlier(values: Ints, most: int) -> Ints:
     """Return the latest place before each whose value is not larger; the first has itself.
 
-    The first value is one of the smallest.
+    The first value is one of the smallest. No value is larger than the `most` values before it.
     """
     before = np.maximum(np.arange(len(values)) - 1, 0)
-    left = np.flatnonzero(values[before] > values)
+    left = np.flatnonzero(values[:-1] > values[1:]) + 1
     if left.size:
         own, end = values[left], left.copy()  # all from `end` on up to the place are larger
-        for level, least in reversed([*enumerate(_least(values))]):
+        for level, least in reversed([*enumerate(_least(values, most))]):
             low = end - (1 << level)
             end = np.where((low >= 0) & (least[low] > own), low, end)
         before[left] = end - 1
     return before
 
 
-def _least(values: Ints) -> list[Ints]:
-    """Return for each level the least of the ``2**level`` values from each one on."""
+def _least(values: Ints, most: int) -> list[Ints]:
+    """Return for each level up to ``most`` the least of ``2**level`` values from each one on."""
     least, size = [values], 1
-    while 2 * size <= len(values):
+    while 2 * size <= most:
         last = least[-1].copy()
         last[:-size] = np.minimum(last[:-size], last[size:])
         least.append(last)

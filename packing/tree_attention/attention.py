@@ -41,12 +41,8 @@ def visible(
 ) -> torch.Tensor:
     """Return bool ``[queries, keys]``: True where a query, the row, attends to a key, the column.
 
-    Args:
-        tree_end: ``[nodes]``: first node behind each subtree.
-        position_ids: ``[nodes]``: depths.
-        window: Depths that a query attends to, its own included; all if ``None``.
-        queries: Nodes of the rows; all by default.
-        keys: Nodes of the columns; all by default.
+    ``tree_end`` and ``position_ids`` are ``[nodes]``; a query attends to ``window`` depths, its own
+    included, or to all if ``None``.
 
     Cost: five small operations over a bool for each pair.
     """
@@ -66,9 +62,7 @@ class TreeAttention:
     - ``"path"``: blocks of nodes, each with two calls: over the ancestors of all of them, without a
       mask, and over the block itself, which is causal where each node is the parent of the next.
       Small branches share a block of at most 512 nodes, with a mask, where that is less counted
-      work: pairs of a query and a key in every head, a gathered row as 32 pairs, and a call as
-      32,768 pairs of one head. Ancestors that do not follow each other are gathered. A window
-      computes the keys that it holds.
+      work (`Block.cost`). A window computes the keys that it holds.
     - ``"flex"``: FlexAttention with a `BlockMask` of two reductions of ``tree_end`` over blocks of
       128 nodes. Compiled once for all shapes on a device. Uncompiled on the host, where torch
       computes the scores of all pairs and no gradients.
@@ -77,10 +71,9 @@ class TreeAttention:
     - ``"auto"``: ``"flex"`` on a device; on the host ``"mask"`` or ``"path"``, the one with less
       counted work.
 
-    ``"path"`` and ``"mask"`` save the arguments and the result for the backward pass, as the fused
-    kernels of torch do. A mask lives as long as its call, the backward pass makes it again. Calls
-    are those of torch's fused kernel of the host, and of plain torch on a device, with a soft-cap,
-    or where keys and values have different sizes.
+    ``"path"`` and ``"mask"`` save the arguments and the result for the backward pass, which makes
+    masks again. Calls are those of torch's fused kernel of the host, and of plain torch on a
+    device, with a soft-cap, or where keys and values have different sizes.
 
     Args:
         tree_end: int32 ``[nodes]``: first node behind each subtree; nodes numbered depth first.
@@ -111,18 +104,15 @@ class TreeAttention:
     def blocks(self, window: int | None = None, heads: int = 1) -> Sequence[Block]:
         """Return the blocks of all backends but ``"flex"``, in a window."""
         if (window, heads) not in self._blocks:
-            self._blocks[window, heads] = self._planned(window, heads)
+            nodes, plans = len(self.tree_end), list[Sequence[Block]]()
+            if self.backend != "mask":
+                plans.append(blocks_of(stretches_of(self._depths, heads), window))
+            if self.backend != "path":
+                plans.append([Block(0, nodes, (Part(((0, nodes),), "masked"),))][:nodes])
+            self._blocks[window, heads] = min(
+                plans, key=lambda blocks: sum(block.cost(heads) for block in blocks)
+            )
         return self._blocks[window, heads]
-
-    def _planned(self, window: int | None, heads: int) -> Sequence[Block]:
-        nodes = len(self.tree_end)
-        whole = [Block(0, nodes, (Part(((0, nodes),), "masked"),))][:nodes]
-        if self.backend == "mask":
-            return whole
-        paths = blocks_of(stretches_of(self._depths, heads), window)
-        if self.backend == "path":
-            return paths
-        return min(paths, whole, key=lambda blocks: sum(block.cost(heads) for block in blocks))
 
     def __call__(
         self,
@@ -137,14 +127,12 @@ class TreeAttention:
     ) -> torch.Tensor:
         """Return the attention of all nodes, ``[1, heads, nodes, value size]``.
 
-        Args:
-            query: ``[1, heads, nodes, size]``.
-            key: ``[1, key heads, nodes, size]``; ``heads`` is a multiple of ``key heads``.
-            value: ``[1, key heads, nodes, value size]``.
-            scaling: Factor of the scores, by default one by the root of ``size``.
-            window: Depths that a query attends to, its own included; all if ``None``.
-            softcap: Scores become ``softcap * tanh(score / softcap)``.
-            sinks: ``[heads]``: a score of each head that takes part in the softmax without a value.
+        ``query`` is ``[1, heads, nodes, size]``, ``key`` ``[1, key heads, nodes, size]`` and
+        ``value`` ``[1, key heads, nodes, value size]``; ``heads`` is a multiple of ``key heads``.
+        Scores are multiplied by ``scaling``, by default one by the root of ``size``, and become
+        ``softcap * tanh(score / softcap)``. A query attends to ``window`` depths, its own included,
+        to all if ``None``. ``sinks``, ``[heads]``, are scores that take part in the softmax without
+        a value.
         """
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         device = query.device.type

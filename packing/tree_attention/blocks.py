@@ -47,13 +47,12 @@ class Block(NamedTuple):
     end: int
     parts: tuple[Part, ...]
 
-    def pairs(self, kind: str | None = None) -> int:
-        """Return the pairs of a query and a key that are computed, in all parts or of a kind."""
+    def pairs(self) -> int:
+        """Return the pairs of a query and a key that are computed."""
         size = self.end - self.begin
         return sum(
             size * (size + 1) // 2 if part.kind == "causal" else size * part.num_keys
             for part in self.parts
-            if kind in (None, part.kind)
         )
 
     def cost(self, heads: int) -> float:

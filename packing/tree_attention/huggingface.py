@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -44,20 +44,11 @@ def register_tree_attention(backend: Backend = "auto") -> None:
     sequences. Sliding windows count depths; soft-caps and attention sinks are applied.
 
     In a forward pass a layer raises a `ValueError` for what a tree cannot have, or what this
-    attention does not compute:
-
-    - input that is not of `TreeBatch.model_inputs`, and a cache;
-    - ``labels``: a model reads the row before a label, which at a branch is another node than the
-      parent; `TreeBatch.logprobs` reads the parent;
-    - ``output_attentions``;
-    - auxiliary losses of a router (``output_router_logits``), which count tokens;
-    - dropout and noise of a router in training, as modules of the model (also those of adapters)
-      and settings tell;
-    - models with layers that have a recurrent state, a convolution, or attention in chunks, as
-      their settings tell;
-    - models that take no ``position_ids``, and count the places of a row;
-    - position biases, attention that is not causal, and windows that a model's attention does not
-      hand on.
+    attention does not compute: input that is not of `TreeBatch.model_inputs`, a cache, ``labels``
+    (a model reads the row before a label, `TreeBatch.logprobs` the parent), ``output_attentions``,
+    ``output_router_logits``, dropout or noise in training, layers with a recurrent state, a
+    convolution or attention in chunks, models that take no ``position_ids``, position biases,
+    attention that is not causal, and windows that a model's attention does not hand on.
 
     A model without any attention never calls it, and a model may have settings of its own.
     `trajpack.packing.adapters.huggingface.check_tree_attention` finds both;
@@ -115,24 +106,27 @@ def tree_attention(  # noqa: PLR0913 - transformers' interface of attention
 ) -> tuple[torch.Tensor, None]:
     """Return the attention of one layer, as transformers' interface of attention asks for.
 
-    Args:
-        module: The layer.
-        query: ``[1, heads, nodes, size]``.
-        key: ``[1, key heads, nodes, size]``.
-        value: ``[1, key heads, nodes, size]``.
-        attention_mask: Table of `tree_table`.
-        attention_of: Makes the attention of a table, once, and checks the call of the model.
-        scaling: Factor of the scores.
-        dropout: Must be 0.
-        sliding_window: Depths that a query attends to.
-        softcap: As of `TreeAttention`.
-        s_aux: Sinks of the heads, as of `TreeAttention`.
-        options: Further arguments of the model.
+    ``attention_mask`` is a table of `tree_table`; ``attention_of`` makes the attention of a table,
+    once, and checks the call of the model. Tensors, scaling, window, soft-cap and sinks (``s_aux``)
+    are as of `TreeAttention`; ``options`` are further arguments of the model.
 
     Raises:
         ValueError: See `register_tree_attention`.
     """
-    _check_table(query, key, attention_mask)
+    num_nodes, shape = query.shape[2], getattr(attention_mask, "shape", None)
+    if (
+        attention_mask is None
+        or attention_mask.dtype != torch.int32
+        or shape != (2, 2, 1, num_nodes)
+        or key.shape[2] != num_nodes
+        or query.shape[0] != 1
+    ):
+        raise ValueError(
+            f"{MESSAGE} takes TreeBatch.model_inputs() and no cache, got "
+            f"{key.shape[2]} keys for {num_nodes} queries and the mask "
+            f"{shape and list(shape)}; for other inputs, and to generate, choose another "
+            "attention: model.set_attn_implementation('sdpa')"
+        )
     if dropout:
         raise ValueError(f"{MESSAGE} takes no dropout, which is not the same on a tree")
     for name, why in REFUSED.items():
@@ -143,37 +137,11 @@ def tree_attention(  # noqa: PLR0913 - transformers' interface of attention
     if options.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise ValueError(f"{MESSAGE} is causal, {type(module).__name__} asks for another")
     check_settings(module, sliding_window)
-    assert attention_mask is not None
-    attended = attention_of(attention_mask, module)(
-        query,
-        key,
-        value,
-        scaling=scaling,
-        window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
+    attend = attention_of(attention_mask, module)
+    attended = attend(
+        query, key, value, scaling=scaling, window=sliding_window, softcap=softcap, sinks=s_aux
     )
     return attended.transpose(1, 2).contiguous(), None
-
-
-def _check_table(
-    query: torch.Tensor, key: torch.Tensor, attention_mask: torch.Tensor | None
-) -> None:
-    """Raise unless a mask is a `tree_table` of the queries, which are the keys too."""
-    num_nodes = query.shape[2]
-    if (
-        attention_mask is None
-        or attention_mask.dtype != torch.int32
-        or attention_mask.shape != (2, 2, 1, num_nodes)
-        or key.shape[2] != num_nodes
-        or query.shape[0] != 1
-    ):
-        raise ValueError(
-            f"{MESSAGE} takes TreeBatch.model_inputs() and no cache, got "
-            f"{key.shape[2]} keys for {num_nodes} queries and the mask "
-            f"{None if attention_mask is None else list(attention_mask.shape)}; for other inputs, "
-            "and to generate, choose another attention: model.set_attn_implementation('sdpa')"
-        )
 
 
 def _attention_of(table: Any, module: Any, backend: Backend) -> Callable[..., torch.Tensor]:
@@ -207,20 +175,28 @@ def check_call() -> None:
             f"{MESSAGE} cannot check a model's arguments with torch._dynamo.config."
             "nested_graph_breaks, which hides the calls of compiled models: switch it off"
         )
-    calls = list(_running_models())
-    for model, given in calls:
-        if given.get("labels") is not None:
+    from transformers import PreTrainedModel
+
+    models, takes_positions, frame = list[Any](), False, sys._getframe(1)
+    while (above := frame.f_back) is not None:  # the inner models first
+        frame, code, held = above, above.f_code, above.f_locals
+        if code.co_name != "forward" or not isinstance(held.get("self"), PreTrainedModel):
+            continue
+        models.append(held["self"])
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        takes_positions |= "position_ids" in names and "position_ids" in held
+        if "labels" in names and held.get("labels") is not None:
             raise ValueError(
-                f"{MESSAGE} refuses labels: {type(model).__name__} would read the row before a "
-                "label, at a branch another node than its parent; call TreeBatch.logprobs"
+                f"{MESSAGE} refuses labels: {type(models[-1]).__name__} would read the row before "
+                "a label, at a branch another node than its parent; call TreeBatch.logprobs"
             )
-    if not calls:
+    if not models:
         raise ValueError(f"{MESSAGE} finds no call of a model of transformers, which it checks")
-    if not any("position_ids" in given for _, given in calls):
+    if not takes_positions:
         raise ValueError(
-            f"{MESSAGE} needs position_ids, which {type(calls[0][0]).__name__} does not take"
+            f"{MESSAGE} needs position_ids, which {type(models[0]).__name__} does not take"
         )
-    check_dropouts(calls[-1][0])  # the outermost
+    check_dropouts(models[-1])  # the outermost
 
 
 def check_dropouts(model: nn.Module) -> None:
@@ -228,21 +204,6 @@ def check_dropouts(model: nn.Module) -> None:
     for name, part in model.named_modules():
         if isinstance(part, DROPOUTS) and part.training and part.p:
             raise ValueError(f"{MESSAGE} takes no dropout in training, {name} drops {part.p}")
-
-
-def _running_models() -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield the models of transformers whose ``forward`` runs, with its arguments, inner first."""
-    from transformers import PreTrainedModel
-
-    frame = sys._getframe(1)
-    while (above := frame.f_back) is not None:
-        frame = above
-        if frame.f_code.co_name == "forward":
-            owner = frame.f_locals.get("self")
-            if isinstance(owner, PreTrainedModel):
-                code, held = frame.f_code, frame.f_locals
-                names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-                yield owner, {name: held[name] for name in names if name in held}
 
 
 def tree_table(tree_end: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
@@ -256,14 +217,9 @@ def tree_table(tree_end: torch.Tensor, position_ids: torch.Tensor) -> torch.Tens
 
 
 def check_settings(module: Any, window: int | None) -> None:
-    """Raise if the settings of a layer's model tell of what a tree cannot have.
+    """Raise a `ValueError` if the settings of a layer's model tell of what a tree cannot have.
 
-    Args:
-        module: The layer.
-        window: Sliding window that its model hands on.
-
-    Raises:
-        ValueError: Names the layers or the setting.
+    ``window`` is the sliding window that the layer's model hands on.
     """
     config = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()

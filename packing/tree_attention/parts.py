@@ -58,11 +58,8 @@ class FusedCalls:
     ) -> tuple[torch.Tensor, ...]:
         """Return the gradients of queries, keys and values.
 
-        Args:
-            towards: Gradient of the attention of all parts.
-            out: That attention.
-            lse: Its logarithms.
-            rows: The operands.
+        ``towards`` is the gradient of the attention of all parts, ``out`` that attention and
+        ``lse`` its logarithms.
         """
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         key, value = (_of_groups(each, rows.query) for each in (rows.key, rows.value))
@@ -203,8 +200,10 @@ class JoinedAttention(torch.autograd.Function):
                 rows = _rows(grouped, key, value, block, part, mask_of)
                 of_part, *found = calls.gradients(*of_block, rows)
                 of_rows.append(of_part)
+                sizes = [end - begin for begin, end in part.spans]
                 for total, added in zip(of_keys, found, strict=True):
-                    _add_rows(total, added, part)
+                    for span, piece in zip(part.spans, added.split(sizes, 1), strict=True):
+                        total[:, slice(*span)] += piece
             into[:, :, here] = reduce(add, of_rows)
         of_sinks = None
         if sinks is not None:
@@ -237,10 +236,3 @@ def _rows(
     mask = mask_of(block, part, grouped.dtype) if part.kind == "masked" else None
     query = grouped[:, :, block.begin : block.end]
     return Rows(query, taken(key), taken(value), mask, part.kind == "causal")
-
-
-def _add_rows(total: torch.Tensor, added: torch.Tensor, part: Part) -> None:
-    """Add the gradients of the keys of a part."""
-    sizes = [end - begin for begin, end in part.spans]
-    for (begin, end), piece in zip(part.spans, added.split(sizes, 1), strict=True):
-        total[:, begin:end] += piece

@@ -15,10 +15,9 @@ from trajpack.agent.rollout.places import tokenizer_folder
 from trajpack.commands.terminal import make_console, results, say, tell
 from trajpack.packing.batch import inspection
 from trajpack.packing.batch.batch import PackedBatch
+from trajpack.packing.buffer.trees import tree_of
 from trajpack.packing.report.page import numbers_of
-from trajpack.packing.tree.inspection import break_rows, describe_tree
-from trajpack.packing.tree.merged import tree_of
-from trajpack.packing.tree.statistics import TreeStatistics
+from trajpack.packing.tree.statistics import TreeStatistics, break_rows, describe_tree
 
 
 class Chosen(NamedTuple):

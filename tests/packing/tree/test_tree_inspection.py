@@ -1,7 +1,7 @@
 """What a person sees of a tree."""
 
 from trajpack import Trajectory, Turn, pack_tree
-from trajpack.packing.tree.inspection import MOST_BREAKS, break_rows, describe_tree
+from trajpack.packing.tree.statistics import MOST_BREAKS, break_rows, describe_tree
 
 
 def statistics_of(*turns, name="a"):

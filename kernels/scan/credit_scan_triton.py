@@ -533,6 +533,16 @@ def together(effect, following):
         return effect[0] * following[0], first, effect[2] * following[2], second, factor
 
 
+@triton.jit
+def together_of_one(a, b, c, d):
+    return together((a, b), (c, d))
+
+
+@triton.jit
+def together_of_two(a, b, c, d, e, f, g, h, i, j):
+    return together((a, b, c, d, e), (f, g, h, i, j))
+
+
 @triton.jit(do_not_specialize=["num_segments", "num_chunks"])
 def effects_kernel(
     source, effects, cu_seqlens, rates, bootstrap, num_segments, num_chunks, gamma: tl.float64,
@@ -580,12 +590,10 @@ def fold_effects(effects, window, count, states, FORM: tl.constexpr):
                 own = effects + (window - row) * len(neutral) + part
                 effect = effect + (tl.load(own, mask=row < count, other=neutral[part]),)
             total = together(total, effect)
-        for doubling in tl.static_range(5):
-            behind = ()
-            for part in tl.static_range(len(neutral)):
-                own = tl.gather(total[part], tl.maximum(lane - (1 << doubling), 0), 0)
-                behind = behind + (tl.where(lane >= 1 << doubling, own, neutral[part]),)
-            total = together(behind, total)
+        if FORM[0] == VTRACE:
+            total = tl.associative_scan(total, 0, together_of_two)
+        else:
+            total = tl.associative_scan(total, 0, together_of_one)
         last = tl.full(states[0].shape, LANES - 1, tl.int32)
         effect = ()
         for part in tl.static_range(len(total)):

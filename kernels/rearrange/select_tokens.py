@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
 from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
-from trajpack.kernels.rearrange.segments import (
-    Number,
-    Rows,
-    Segment,
-    as_rows,
-    as_units,
-    check_segments,
-    rows_of,
-    select_on_host,
-)
+from trajpack.kernels.fields.stretches import located, taken
+from trajpack.kernels.fields.units import UNITS, Rows, as_rows, layouts_of, rows_of
+from trajpack.kernels.rearrange.segments import Segment, check_segments, select_on_host
 from trajpack.kernels.runs import MAX_TOKENS
 from trajpack.kernels.validation import check_choice, check_device, check_integer, check_tensor
 
+Number: TypeAlias = bool | int | float
 OP = "select_tokens"
 Positions: TypeAlias = Literal["continue", "zero"]
 
@@ -99,7 +93,7 @@ class TokenSources:
             raise ValueError(
                 f"{OP}: fills must be {len(self._sources)}, one of each source, got {fills}"
             )
-        self._rows = [rows_of(*pair) for pair in zip(self._sources, fills, strict=True)]
+        self._rows = [_layout_of(*pair) for pair in zip(self._sources, fills, strict=True)]
 
     def select(
         self,
@@ -115,7 +109,7 @@ class TokenSources:
         select: Callable[..., list[torch.Tensor]] = torch.ops.trajpack.select_tokens
         is_traced = type(table) is not torch.Tensor or torch.compiler.is_compiling()
         if table.device.type == "cpu" and not is_traced:
-            select = _run  # without the overhead of an op, a fifth of the time
+            select = _select  # without the overhead of an op, a fifth of the time
         *units, position_ids, segment_ids = select(
             self._units,
             table if table.stride(1) == 1 else table.contiguous(),
@@ -125,12 +119,12 @@ class TokenSources:
             chosen,
         )
         pairs = zip(units, self._sources, strict=True)
-        rows = [as_rows(flat, source, num_tokens) for flat, source in pairs]
+        rows = [as_rows(flat, num_tokens, one.dtype, one.shape[1:]) for flat, one in pairs]
         return SelectedTokens(rows, position_ids, segment_ids)
 
     @cached_property
     def _units(self) -> list[torch.Tensor]:
-        return [as_units(*pair) for pair in zip(self._sources, self._rows, strict=True)]
+        return [_as_units(*pair) for pair in zip(self._sources, self._rows, strict=True)]
 
 
 def merge_tokens(
@@ -224,36 +218,43 @@ def select_reference(
 
     No value is read by the host, so it runs on any device.
     """
-    start = table[Segment.START]
-    segment = torch.repeat_interleave(start.diff(), output_size=num_tokens)
-    offset = torch.arange(num_tokens, device=table.device) - start[segment]
-    token = table[Segment.SOURCE][segment] + offset
-    given = (offset < table[Segment.LENGTH][segment]) & (token >= 0)
-    given &= token < sources[0].shape[0]
+    segment, offset, token, given = located(*table[: len(Segment), :-1], num_tokens)
     rows = []
     for source, fill in zip(sources, fills, strict=True):
         padding = torch.full((), fill, dtype=source.dtype, device=source.device)
-        rest = source.shape[1:]
-        if source.shape[0] == 0:
-            rows.append(padding.expand((num_tokens, *rest)).clone())
-            continue
-        moved = source[torch.where(given, token, 0)]
-        rows.append(torch.where(given.view(-1, *[1] * len(rest)), moved, padding))
+        rows.append(taken(source, token, given, padding))
+    given &= (token >= 0) & (token < sources[0].shape[0])
     counted = torch.where(given, offset, 0) if positions == "zero" else offset
     return SelectedTokens(rows, counted, segment.int())
 
 
+def _layout_of(source: torch.Tensor, fill: Number) -> Rows:
+    offset = source.dtype.itemsize * source.storage_offset() if source.is_contiguous() else 0
+    return rows_of(source.dtype, source.shape[1:], _bytes_of(fill, source.dtype), offset)
+
+
+@lru_cache(maxsize=256)
+def _bytes_of(fill: Number, dtype: torch.dtype) -> bytes:
+    return bytes(torch.full((1,), fill, dtype=dtype, device="cpu").view(torch.uint8).tolist())
+
+
+def _as_units(source: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Return a source as a flat tensor of its units; a view if it is contiguous."""
+    source = source.detach().resolve_conj().resolve_neg()
+    return source.contiguous().view(-1).view(UNITS[rows.unit])
+
+
 def _select(
-    op: str,
     units: Sequence[torch.Tensor],
     table: torch.Tensor,
     num_tokens: int,
-    *,
-    rows: Sequence[Rows],
+    layouts: Sequence[int],
     positions: str,
     impl: str,
+    op: str = OP,
 ) -> list[torch.Tensor]:
     """Return the selected units of each source; with ``positions`` also positions and segments."""
+    rows = layouts_of(layouts)
     check_segments(op, table, num_tokens, units[0].shape[0] // rows[0].width)
     if impl == "triton":
         from trajpack.kernels.rearrange.select_tokens_triton import select_forward
@@ -267,32 +268,8 @@ def _select(
     return [*(row.reshape(-1) for row in found.rows), *places]
 
 
-def _layouts(numbers: Sequence[int]) -> list[Rows]:
-    """Return the layouts that the op takes as flat integers."""
-    return [Rows(*numbers[at : at + 3]) for at in range(0, len(numbers), 3)]
-
-
-def _run(
-    units: Sequence[torch.Tensor],
-    table: torch.Tensor,
-    num_tokens: int,
-    layouts: list[int],
-    positions: str,
-    impl: str,
-) -> list[torch.Tensor]:
-    rows = _layouts(layouts)
-    return _select(OP, units, table, num_tokens, rows=rows, positions=positions, impl=impl)
-
-
-def _fake(
-    units: Sequence[torch.Tensor],
-    table: torch.Tensor,
-    num_tokens: int,
-    layouts: list[int],
-    positions: str,
-    impl: str,
-) -> list[torch.Tensor]:
-    pairs = zip(units, _layouts(layouts), strict=True)
+def _fake(units: Any, table: torch.Tensor, num_tokens: int, layouts: Any, *_: Any) -> Any:
+    pairs = zip(units, layouts_of(layouts), strict=True)
     outs = [flat.new_empty(num_tokens * row.width) for flat, row in pairs]
     return [*outs, table.new_empty(num_tokens, dtype=torch.int64), table.new_empty(num_tokens)]
 
@@ -300,25 +277,18 @@ def _fake(
 register_op(
     "select_tokens(Tensor[] sources, Tensor table, SymInt num_tokens, int[] layouts, "
     "str positions, str impl) -> Tensor[]",
-    _run,
+    _select,
     _fake,
 )
 
 
-def _run_merge(
-    rows: torch.Tensor,
-    table: torch.Tensor,
-    inverse: torch.Tensor,
-    num_tokens: int,
-    fill: Number,
-    impl: str,
+def _merge(
+    rows: torch.Tensor, table: torch.Tensor, inverse: Any, num_tokens: int, fill: Number, impl: str
 ) -> torch.Tensor:
-    layout = rows_of(rows, fill)
-    units = [as_units(rows, layout)]
-    (merged,) = _select(
-        "merge_tokens", units, table, num_tokens, rows=[layout], positions="", impl=impl
-    )
-    return as_rows(merged, rows, num_tokens)
+    layout = _layout_of(rows, fill)
+    units = [_as_units(rows, layout)]
+    (merged,) = _select(units, table, num_tokens, layout, "", impl, "merge_tokens")
+    return as_rows(merged, num_tokens, rows.dtype, rows.shape[1:])
 
 
 def _fake_merge(rows: torch.Tensor, table: Any, inverse: Any, num_tokens: int, *_: Any) -> Any:
@@ -342,7 +312,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
 register_op(
     "merge_tokens(Tensor rows, Tensor table, Tensor inverse, SymInt num_tokens, Scalar fill, "
     "str impl) -> Tensor",
-    _run_merge,
+    _merge,
     _fake_merge,
     setup_context=_setup_context,
     backward=_backward,

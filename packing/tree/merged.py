@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from trajpack.kernels.fields.build import FIELD_DTYPES, build
-from trajpack.kernels.fields.gather_fields import UNITS
+from trajpack.kernels.fields.units import UNITS
 from trajpack.kernels.runs import Run
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.batch.storage import load_with_options, save

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from trajpack.kernels.corrections.importance_weights import Correction
     from trajpack.kernels.corrections.loss_weights import Aggregation
     from trajpack.kernels.dispatch import Impl
-    from trajpack.kernels.rearrange.segments import Number
+    from trajpack.kernels.rearrange.select_tokens import Number
     from trajpack.packing.credit.advantages import Own
     from trajpack.packing.credit.estimators import Estimator
     from trajpack.packing.tree.statistics import TreeStatistics

@@ -18,7 +18,7 @@ from trajpack.kernels.credit.turns import (
     spread as spread_turns,
 )
 from trajpack.kernels.fields.gather_fields import FieldLayout, gather_fields
-from trajpack.kernels.fields.pieces import PIECE_WIDTH, Piece
+from trajpack.kernels.fields.gather_words import PIECE_WIDTH, Piece
 from trajpack.kernels.groups.group_advantages import (
     Members,
     Rule,

@@ -442,11 +442,12 @@ def check_weighed(
 
 def _run(
     tokens: list[torch.Tensor], tables: list[Any], sizes: list[int], names: list[Any],
-    bounds: list[float], normalize: bool, impl: str,
+    bounds: list[Any], normalize: bool, impl: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     level, outside, rejected = names
-    rejection = Rejection(*bounds[2:], rejected) if rejected else None
-    correction = Correction(level, outside, *bounds[:2], normalize, rejection)
+    low, high, reject_low, reject_high = bounds
+    rejection = Rejection(reject_low, reject_high, rejected) if rejected else None
+    correction = Correction(level, outside, low, high, normalize, rejection)
     places = Places(*tables, *sizes) if correction.needs_segments else None
     if tables[0] is not None:
         check_segments_within(OP, "segments", tables[0], tokens[0].shape[0])

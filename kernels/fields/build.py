@@ -327,7 +327,7 @@ def write_on_host(out: Mapping[str, Array], words: Ints, runs: Ints, turn_return
     start, source = rows[:, Run.START], rows[:, Run.SOURCE]
     num_tokens = int(lengths.sum())
     if "input_ids" in out:
-        copied = copier(start, source, np.where(source >= 0, lengths, 0), num_tokens)
+        copied = copier(num_tokens, start, source, np.where(source >= 0, lengths, 0))
         copied(out["input_ids"], words, 0)
     if "position_ids" in out:
         count_up(out["position_ids"], start, rows[:, Run.POSITION], lengths)
@@ -346,7 +346,7 @@ def write_on_host(out: Mapping[str, Array], words: Ints, runs: Ints, turn_return
             among = logprobs[first[0] : first[0] + given.sum()]
             out["rollout_logprobs"][out["loss_mask"]] = among
         else:
-            copied = copier(start + context, rows[:, Run.LOGPROB], given, num_tokens)
+            copied = copier(num_tokens, start + context, rows[:, Run.LOGPROB], given)
             copied(out["rollout_logprobs"], logprobs, 0)
     by_half("policy_versions", -1, rows[:, Run.VERSION])
     by_half("returns", 0, returns)

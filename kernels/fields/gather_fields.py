@@ -148,7 +148,7 @@ def _write(
 
         write_rows(words, runs, sources, num_tokens, layouts=layouts, masks=masks, out=out)
         return
-    run, offset, *_ = located(*runs[:-1, : Run.GENERATED + 1].unbind(1), num_tokens)
+    run, offset, *_ = located(num_tokens, *runs[:-1, : Run.GENERATED + 1].unbind(1))
     for number, (units, layout, mask) in enumerate(zip(out, layouts, masks, strict=True)):
         width, unit, fill = layout
         row = offset - runs[run, Run.GENERATED] if mask else offset

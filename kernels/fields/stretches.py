@@ -39,16 +39,16 @@ def moved(
     if source.device.type in HOSTS:
         rows, columns = source.numpy(), [one.numpy() for one in (begin, origin, size)]
         out = np.empty((num_rows, *rows.shape[1:]), rows.dtype)
-        copier(*columns, num_rows)(out, rows, np.asarray(fill))
+        copier(num_rows, *columns)(out, rows, np.asarray(fill))
         return torch.from_numpy(out)
     if not begin.shape[0]:
         return source.new_zeros(num_rows, *source.shape[1:])
-    _, _, index, given = located(begin, origin, size, num_rows)
+    _, _, index, given = located(num_rows, begin, origin, size)
     return taken(source, index, given, fill)
 
 
 def located(
-    begin: torch.Tensor, origin: torch.Tensor, size: torch.Tensor, num_rows: int
+    num_rows: int, begin: torch.Tensor, origin: torch.Tensor, size: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return each row's stretch, its place in it, its index in the source, and if it has one."""
     row = torch.arange(num_rows, device=begin.device)
@@ -70,7 +70,7 @@ def taken(
 
 
 def copier(
-    begin: Ints, origin: Ints, size: Ints, num_rows: int
+    num_rows: int, begin: Ints, origin: Ints, size: Ints
 ) -> Callable[[Array, Array, Any], None]:
     """Return a function that does what `moved` does, given an output, a source and a fill.
 

@@ -70,7 +70,8 @@ def places_of(tile: Tile, owners: torch.Tensor, tokens: torch.Tensor) -> torch.T
     row, column = owners - tile.rows.start, tokens - tile.columns.start
     num_rows, width = tile.logits.shape
     inside = (row >= 0) & (row < num_rows) & (column >= 0) & (column < width)
-    return (row * tile.padded.shape[1] + column).where(inside, tile.memory.shape[0] - 1)
+    place = row * tile.padded.shape[1] + column
+    return torch.where(inside, place, tile.memory.shape[0] - 1)
 
 
 def statistics(
@@ -206,7 +207,7 @@ def _given(arguments: tuple[Any, ...]) -> tuple[Logits, Pairs, bool, dict[str, A
     """Return what the arguments of the ops say: logits, pairs, whether all logits, and options."""
     *head, boundaries, tokens, softcap, whole, with_mean, impl = arguments
     options = {"with_mean": with_mean, "impl": impl}
-    return Logits(*head, softcap), Pairs(boundaries, tokens), whole, options
+    return Logits._make((*head, softcap)), Pairs(boundaries, tokens), whole, options
 
 
 def _run(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

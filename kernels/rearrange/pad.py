@@ -166,7 +166,7 @@ def _pad(
     fill = torch.full((), value, dtype=packed.dtype, device=packed.device).view(bits.dtype)
     first, begin, size = _places(cu_seqlens, max_seqlen, max_seqlen, side)
     padded = moved(bits, first, begin, size, len(size) * max_seqlen, fill)
-    return padded.view(packed.dtype).unflatten(0, (len(size), max_seqlen))
+    return padded.view(packed.dtype).view(len(size), max_seqlen, *packed.shape[1:])
 
 
 def _unpad(

@@ -56,7 +56,7 @@ def select_on_host(
     """
     start, source, given = table.numpy().astype(np.int64)[: len(Segment), :-1]
     lengths = np.diff(start, append=num_tokens)
-    copied, outs = copier(start, source, given, num_tokens), []
+    copied, outs = copier(num_tokens, start, source, given), []
     for flat, row in zip(units, rows, strict=True):
         array, rest = flat.numpy(), () if row.width == 1 else (row.width,)
         out = np.empty((num_tokens, *rest), array.dtype)

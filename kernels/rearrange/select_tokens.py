@@ -218,7 +218,7 @@ def select_reference(
 
     No value is read by the host, so it runs on any device.
     """
-    segment, offset, token, given = located(*table[: len(Segment), :-1], num_tokens)
+    segment, offset, token, given = located(num_tokens, *table[: len(Segment), :-1])
     rows = []
     for source, fill in zip(sources, fills, strict=True):
         padding = torch.full((), fill, dtype=source.dtype, device=source.device)
@@ -229,7 +229,7 @@ def select_reference(
 
 
 def _layout_of(source: torch.Tensor, fill: Number) -> Rows:
-    offset = source.dtype.itemsize * source.storage_offset() if source.is_contiguous() else 0
+    offset = source.dtype.itemsize * int(source.storage_offset()) * source.is_contiguous()
     return rows_of(source.dtype, source.shape[1:], _bytes_of(fill, source.dtype), offset)
 
 

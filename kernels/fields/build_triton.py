@@ -47,13 +47,16 @@ def _write_tile(words, row, turn_returns, memory, size, token, inside):
     logprob = tl.load(words + place, mask=generated, other=0)
     turn = tl.load(row + TURN) + none
     earned = tl.load(turn_returns + turn, mask=generated, other=0.0)
+    position = tl.load(row + POSITION) + offset
+    sequence = tl.load(row + SEQUENCE) + none
+    version = tl.where(generated, tl.load(row + VERSION), -1)
     tl.store(memory + token, word.to(tl.int64))
-    tl.store(memory + size + token, (tl.load(row + POSITION) + offset).to(tl.int64))
+    tl.store(memory + size + token, position.to(tl.int64))
     ints = (memory + 2 * size).to(tl.pointer_type(tl.int32))
-    tl.store(ints + token, tl.load(row + SEQUENCE) + none)
+    tl.store(ints + token, sequence)
     tl.store(ints + size + token, tl.where(generated, turn, -1))
     tl.store(ints + 2 * size + token, logprob)
-    tl.store(ints + 3 * size + token, tl.where(generated, tl.load(row + VERSION), -1))
+    tl.store(ints + 3 * size + token, version)
     tl.store(ints + 4 * size + token, earned.to(tl.int32, bitcast=True))
     masks = (ints + 5 * size).to(tl.pointer_type(tl.int8))
     tl.store(masks + token, 1 - generated.to(tl.int8))

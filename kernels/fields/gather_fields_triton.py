@@ -25,16 +25,17 @@ GENERATED = tl.constexpr(int(Run.GENERATED))
 
 @triton.jit
 def tile_of_rows(tile, num_tokens, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Return a tile's first unit, first and last token, and each unit's token and column.
+    """Return a tile's first unit, first and last token, each unit's token, and its distance.
 
-    The first unit is int64. Units behind the last token, which nobody reads, count as its own.
+    The first unit is int64. Units behind the last token, which nobody reads, count as its own. The
+    distance is that from the first token's first unit.
     """
     first = tile.to(tl.int64) * BLOCK
     base = (first // WIDTH).to(tl.int32)
     begun = (first - base.to(tl.int64) * WIDTH).to(tl.int32)  # units of the token before the tile
     unit = begun + tl.arange(0, BLOCK)
     last = tl.minimum(base + (begun + BLOCK - 1) // WIDTH, num_tokens - 1)
-    return first, base, last, tl.minimum(base + unit // WIDTH, last), unit % WIDTH
+    return first, base, last, tl.minimum(base + unit // WIDTH, last), unit
 
 
 @triton.jit
@@ -43,7 +44,7 @@ def _gather_tile(
     WIDTH: tl.constexpr, UNIT: tl.constexpr, FILL: tl.constexpr, GENERATED_ONLY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    first, base, last, token, column = tile_of_rows(tile, num_tokens, WIDTH, BLOCK)
+    first, base, last, token, distance = tile_of_rows(tile, num_tokens, WIDTH, BLOCK)
     low = find_segment(runs, num_runs, base, ROW)
     high = find_segment(runs, num_runs, last, ROW)
     run = find_segments(runs, low, high, token, ROW)
@@ -53,7 +54,7 @@ def _gather_tile(
         row -= tl.load(runs + run * ROW + GENERATED)
         given = given & (row >= 0)
     begin = tl.load(source + run * STRIDE) // UNIT
-    place = begin + row.to(tl.int64) * WIDTH + column
+    place = begin + row.to(tl.int64) * WIDTH + distance % WIDTH
     value = tl.load(words.to(out.dtype, bitcast=True) + place, mask=given, other=FILL)
     tl.store(out + first + tl.arange(0, BLOCK), value)
 

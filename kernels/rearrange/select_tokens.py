@@ -166,14 +166,8 @@ def merge_tokens(
     _check_sources(op, [rows])
     _check_table(op, table, num_tokens, rows.device)
     _check_table(op, inverse, rows.shape[0], rows.device)
-    merged: torch.Tensor = torch.ops.trajpack.merge_tokens(
-        rows,
-        table.contiguous(),
-        inverse.contiguous(),
-        num_tokens,
-        fill,
-        resolve_impl(op, impl, rows),
-    )
+    tables, chosen = (table.contiguous(), inverse.contiguous()), resolve_impl(op, impl, rows)
+    merged: torch.Tensor = torch.ops.trajpack.merge_tokens(rows, *tables, num_tokens, fill, chosen)
     return merged
 
 
@@ -291,10 +285,6 @@ def _merge(
     return as_rows(merged, num_tokens, rows.dtype, rows.shape[1:])
 
 
-def _fake_merge(rows: torch.Tensor, table: Any, inverse: Any, num_tokens: int, *_: Any) -> Any:
-    return rows.new_empty((num_tokens, *rows.shape[1:]))
-
-
 def _setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
     rows, table, inverse, _, _, ctx.impl = inputs
     ctx.num_rows = rows.shape[0]
@@ -303,17 +293,15 @@ def _setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     table, inverse = ctx.saved_tensors
-    given = torch.ops.trajpack.merge_tokens(
-        grad.contiguous(), inverse, table, ctx.num_rows, 0, ctx.impl
-    )
-    return given, None, None, None, None, None
+    inputs = grad.contiguous(), inverse, table, ctx.num_rows, 0, ctx.impl
+    return torch.ops.trajpack.merge_tokens(*inputs), *[None] * 5
 
 
 register_op(
     "merge_tokens(Tensor rows, Tensor table, Tensor inverse, SymInt num_tokens, Scalar fill, "
     "str impl) -> Tensor",
     _merge,
-    _fake_merge,
+    lambda rows, table, inverse, num_tokens, *_: rows.new_empty((num_tokens, *rows.shape[1:])),
     setup_context=_setup_context,
     backward=_backward,
 )

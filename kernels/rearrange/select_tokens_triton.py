@@ -32,7 +32,7 @@ def _select_tile(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write a tile of every source with rows of ``WIDTH`` units."""
-    first, base, last, token, column = tile_of_rows(tile, num_tokens, WIDTH, BLOCK)
+    first, base, last, token, distance = tile_of_rows(tile, num_tokens, WIDTH, BLOCK)
     low = find_segment(table, num_segments, base, 1)
     high = find_segment(table, num_segments, last, 1)
     segment = find_segments(table, low, high, token, 1)
@@ -45,7 +45,7 @@ def _select_tile(
         position = tl.where(given, offset, 0) if ZERO else offset
         tl.store(places[0] + unit, position.to(tl.int64))
         tl.store(places[1] + unit, segment)
-    place = index.to(tl.int64) * WIDTH + column
+    place = index.to(tl.int64) * WIDTH + distance % WIDTH
     for number in tl.static_range(len(WIDTHS)):
         if WIDTHS[number] == WIDTH:
             value = tl.load(sources[number] + place, mask=given, other=FILLS[number])

@@ -3,21 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 
 from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
-from trajpack.kernels.fields.stretches import located, taken
+from trajpack.kernels.fields.stretches import copier, count_up, located, slices, taken
 from trajpack.kernels.fields.units import UNITS, Rows, as_rows, layouts_of, rows_of
-from trajpack.kernels.rearrange.segments import Segment, check_segments, select_on_host
 from trajpack.kernels.runs import MAX_TOKENS
-from trajpack.kernels.validation import check_choice, check_device, check_integer, check_tensor
+from trajpack.kernels.validation import (
+    check_boundaries,
+    check_choice,
+    check_device,
+    check_integer,
+    check_tensor,
+    values_to_check,
+)
 
 Number: TypeAlias = bool | int | float
 OP = "select_tokens"
 Positions: TypeAlias = Literal["continue", "zero"]
+
+
+class Segment(IntEnum):
+    """Rows of the table of segments. A segment is a stretch of the result."""
+
+    START = 0
+    """Index of its first token in the result; the next column's START ends the segment."""
+    SOURCE = 1
+    """Index of its first token in the sources."""
+    LENGTH = 2
+    """Tokens that it takes from the sources; its other tokens are padding."""
 
 
 class SelectedTokens(NamedTuple):
@@ -78,21 +97,15 @@ def select_tokens(
 class TokenSources:
     """Tensors over the same tokens, from which one table after another selects.
 
-    Args:
-        sources: As for `select_tokens`.
-        fills: As for `select_tokens`.
-
-    Raises:
-        TypeError, ValueError: As `select_tokens`.
+    Arguments and errors are those of `select_tokens`.
     """
 
     def __init__(self, sources: Sequence[torch.Tensor], fills: Sequence[Number]) -> None:
         self._sources = list(sources)
         _check_sources(OP, self._sources)
         if len(fills) != len(self._sources):
-            raise ValueError(
-                f"{OP}: fills must be {len(self._sources)}, one of each source, got {fills}"
-            )
+            count = len(self._sources)
+            raise ValueError(f"{OP}: fills must be {count}, one of each source, got {fills}")
         self._rows = [_layout_of(*pair) for pair in zip(self._sources, fills, strict=True)]
 
     def select(
@@ -201,6 +214,25 @@ def _check_table(op: str, table: torch.Tensor, num_tokens: int, device: torch.de
     check_integer(op, "num_tokens", num_tokens, most=MAX_TOKENS)
 
 
+def _check_segments(op: str, table: torch.Tensor, num_tokens: int, num_sources: int) -> None:
+    """Raise if the values of a table can be read and it does not select ``num_tokens`` tokens."""
+    readable = values_to_check(table)
+    if readable is None:
+        return
+    start, source, given = readable.numpy().astype(np.int64)[: len(Segment)]
+    check_boundaries(op, readable[Segment.START], num_tokens, name="START of segments")
+    lengths, source, given = np.diff(start), source[:-1], given[:-1]
+    if (given < 0).any() or (given > lengths).any():
+        raise ValueError(f"{op}: no segment may take fewer than 0 tokens or more than it has")
+    taken = given > 0
+    low, high = source[taken].min(initial=0), (source + given)[taken].max(initial=0)
+    if low < 0 or high > num_sources:
+        raise ValueError(
+            f"{op}: segments must take tokens from 0 to {num_sources}, "
+            f"they take some from {low} to {high}"
+        )
+
+
 def select_reference(
     sources: Sequence[torch.Tensor],
     table: torch.Tensor,
@@ -220,6 +252,36 @@ def select_reference(
     given &= (token >= 0) & (token < sources[0].shape[0])
     counted = torch.where(given, offset, 0) if positions == "zero" else offset
     return SelectedTokens(rows, counted, segment.int())
+
+
+def _select_on_host(
+    units: Sequence[torch.Tensor],
+    table: torch.Tensor,
+    num_tokens: int,
+    rows: Sequence[Rows],
+    positions: str,
+) -> list[torch.Tensor]:
+    """Return the selected units of each source, then positions and segments.
+
+    Without ``positions`` it returns units alone. The table is valid.
+    """
+    start, source, given = table.numpy().astype(np.int64)[: len(Segment), :-1]
+    lengths = np.diff(start, append=num_tokens)
+    copied, outs = copier(num_tokens, start, source, given), []
+    for flat, row in zip(units, rows, strict=True):
+        array, rest = flat.numpy(), () if row.width == 1 else (row.width,)
+        out = np.empty((num_tokens, *rest), array.dtype)
+        copied(out, array.reshape(-1, *rest), row.fill)
+        outs.append(torch.from_numpy(out).view(-1))
+    if not positions:
+        return outs
+    counted, some = np.empty(num_tokens, np.int64), lengths > 0
+    count_up(counted, start[some], np.zeros_like(start[some]), lengths[some])
+    if positions == "zero":
+        for padding in slices(start + given, start + lengths):
+            counted[padding] = 0
+    segments = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    return [*outs, torch.from_numpy(counted), torch.from_numpy(segments)]
 
 
 def _layout_of(source: torch.Tensor, fill: Number) -> Rows:
@@ -249,13 +311,13 @@ def _select(
 ) -> list[torch.Tensor]:
     """Return the selected units of each source; with ``positions`` also positions and segments."""
     rows = layouts_of(layouts)
-    check_segments(op, table, num_tokens, units[0].shape[0] // rows[0].width)
+    _check_segments(op, table, num_tokens, units[0].shape[0] // rows[0].width)
     if impl == "triton":
         from trajpack.kernels.rearrange.select_tokens_triton import select_forward
 
         return select_forward(units, table, num_tokens, rows, positions)
     if table.device.type == "cpu":
-        return select_on_host(units, table, num_tokens, rows, positions)
+        return _select_on_host(units, table, num_tokens, rows, positions)
     shaped = [flat.view(-1, row.width) for flat, row in zip(units, rows, strict=True)]
     found = select_reference(shaped, table, num_tokens, [row.fill for row in rows], positions)
     places = [found.position_ids, found.segment_ids] if positions else []

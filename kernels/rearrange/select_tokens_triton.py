@@ -18,7 +18,7 @@ import triton.language as tl
 from trajpack.kernels.block_shapes import launch_on
 from trajpack.kernels.fields.gather_fields_triton import tile_of_rows
 from trajpack.kernels.fields.units import Rows, empty_units
-from trajpack.kernels.rearrange.segments import Segment
+from trajpack.kernels.rearrange.select_tokens import Segment
 from trajpack.kernels.search_triton import find_segment, find_segments
 
 SOURCE = tl.constexpr(int(Segment.SOURCE))

@@ -10,8 +10,12 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from trajpack.kernels import validation
-from trajpack.kernels.rearrange.segments import Segment
-from trajpack.kernels.rearrange.select_tokens import merge_tokens, select_reference, select_tokens
+from trajpack.kernels.rearrange.select_tokens import (
+    Segment,
+    merge_tokens,
+    select_reference,
+    select_tokens,
+)
 from trajpack.kernels.runs import TILE
 from trajpack.testing import assert_same_bits
 

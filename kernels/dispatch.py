@@ -30,12 +30,9 @@ def register_op(
 ) -> None:
     """Register an op with torch under the name that begins its schema.
 
-    Args:
-        schema: Signature in the schema language of ``torch.library``.
-        run: Implementation on every device; it gets the schema's arguments by position.
-        fake: Returns tensors of the outputs' shapes and dtypes without values, for tracing.
-        setup_context: Saves what ``backward`` needs; see ``torch.library.register_autograd``.
-        backward: Returns a gradient or ``None`` for each argument; an op without is constant.
+    ``run`` is its implementation on every device, and gets the arguments by position. ``fake``
+    returns tensors of the outputs' shapes and dtypes without values, for tracing. For the others
+    see ``torch.library.register_autograd``; an op without ``backward`` is constant.
     """
     name = schema.partition("(")[0]
     LIBRARY.define(schema)
@@ -74,9 +71,6 @@ def check_not_captured(op: str, device: torch.device, remedy: str) -> None:
     """Raise while a CUDA graph captures the current stream of ``device``.
 
     Ops that copy from temporary host memory call it: a replay would read freed memory.
-
-    Raises:
-        RuntimeError: Names ``op`` and the ``remedy``.
     """
     if device.type != "cuda":
         return

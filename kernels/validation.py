@@ -47,8 +47,7 @@ def check_boundaries(
 ) -> None:
     """Raise if the values of ``cu_seqlens`` can be read and do not bound ``num_tokens``.
 
-    Implementations of ops call it: their tensors have values. ``name`` is that of the argument,
-    ``end`` that of the number at which it must end.
+    ``name`` is that of the argument, ``end`` that of the number at which it must end.
     """
     readable = values_to_check(cu_seqlens)
     if readable is None:
@@ -105,19 +104,11 @@ def check_tensor(  # noqa: PLR0913 - all but three are keywords
     per: str = "token",
     constant: bool = False,
 ) -> None:
-    """Raise unless ``tensor`` is an argument that the op accepts.
+    """Raise unless the argument ``name`` is a tensor that the op accepts.
 
-    Args:
-        op: Name of the op, for the message.
-        name: Name of the argument, for the message.
-        tensor: The argument.
-        dtypes: Accepted dtypes; any if ``None``.
-        ndim: Number of dimensions.
-        or_more: Whether more dimensions are accepted too.
-        device: Device of the other inputs; any if ``None``.
-        entries: Size of the first dimension; any if ``None``.
-        per: Noun for the owner of one entry, for the message.
-        constant: Whether to refuse a tensor through which a gradient would be recorded.
+    ``None`` accepts any dtype, any device, or any size of the first dimension, of which ``per`` is
+    the noun for the owner of one entry. ``or_more`` accepts more dimensions too. ``constant``
+    refuses a tensor through which a gradient would be recorded.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}")
@@ -162,11 +153,17 @@ def check_choice(op: str, name: str, choice: str, choices: tuple[str, ...]) -> N
 
 
 def check_integer(
-    op: str, name: str, number: int, *, least: int = 0, most: int | None = None
+    op: str,
+    name: str,
+    number: int,
+    *,
+    least: int = 0,
+    most: int | None = None,
+    kind: str = "an int",
 ) -> None:
     """Raise unless ``number`` is an int (no bool) from ``least`` to ``most``."""
     if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)):
-        raise TypeError(f"{op}: {name} must be an int, got {number!r}")
+        raise TypeError(f"{op}: {name} must be {kind}, got {number!r}")
     if most is not None and not least <= number <= most:
         raise ValueError(f"{op}: {name} must be in [{least}, {most}], got {number}")
     if number < least:
@@ -176,11 +173,8 @@ def check_integer(
 
 def check_max_seqlen(op: str, max_seqlen: int | None) -> None:
     """Raise unless ``max_seqlen`` is a length or ``None``."""
-    if max_seqlen is None:
-        return
-    if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (int, torch.SymInt)):
-        raise TypeError(f"{op}: max_seqlen must be an int or None, got {max_seqlen!r}")
-    check_integer(op, "max_seqlen", max_seqlen)
+    if max_seqlen is not None:
+        check_integer(op, "max_seqlen", max_seqlen, kind="an int or None")
 
 
 def check_number(

@@ -29,8 +29,31 @@ Outside: TypeAlias = Literal["truncate", "mask", "keep"]
 OF_SEGMENTS = ("segment", "geometric")
 
 
+class _Window:
+    """Bounds of a ratio; a base class."""
+
+    low: float
+    high: float
+
+    def _check(self) -> None:
+        kind, low, high = type(self).__name__, self.low, self.high
+        check_number(kind, "low", low)
+        check_number(kind, "high", high)
+        if not 0 <= low <= high or high == 0 or low == math.inf:
+            raise ValueError(f"{kind}: must have 0 <= low <= high, got low={low} and high={high}")
+
+    @property
+    def log_window(self) -> tuple[float, float]:
+        """Float32 logarithms of the bounds, rounded inward."""
+        logs = np.array([math.log(self.low) if self.low else -math.inf, math.log(self.high)])
+        least, most = logs.astype(np.float32)
+        least = np.nextafter(least, np.float32(math.inf)) if least < logs[0] else least
+        most = np.nextafter(most, np.float32(-math.inf)) if most > logs[1] else most
+        return float(least), float(most)
+
+
 @dataclass(frozen=True)
-class Rejection:
+class Rejection(_Window):
     """Set the weight of every token to 0 whose ratio lies outside a window.
 
     Bounds are of the ratio, trainer over rollout, ``exp(logprobs - rollout_logprobs)``; for bounds
@@ -58,7 +81,7 @@ class Rejection:
 
     def __post_init__(self) -> None:
         check_choice("Rejection", "level", self.level, get_args(Level)[:3])
-        _check_window("Rejection", self.low, self.high)
+        self._check()
 
     @classmethod
     def of_inverse(
@@ -78,17 +101,12 @@ class Rejection:
             ``seq_sum_k1`` ``"segment"``, of ``seq_mean_k1`` ``"geometric"``; a single number is
             ``"high"``, with ``low = 1 / high``.
         """
-        _check_window("Rejection", low, high)
+        cls(low, high, level)  # which checks them
         return cls(1.0 / high, 1.0 / low if low else math.inf, level)
-
-    @property
-    def log_window(self) -> tuple[float, float]:
-        """Float32 logarithms of the bounds, rounded inward."""
-        return _log_window(self.low, self.high)
 
 
 @dataclass(frozen=True)
-class Correction:
+class Correction(_Window):
     """Rule by which importance ratios become weights.
 
     `tis`, `icepop` and `mis` are published ones. Level ``"segment"`` is elsewhere called sequence
@@ -128,7 +146,7 @@ class Correction:
     def __post_init__(self) -> None:
         check_choice("Correction", "level", self.level, get_args(Level))
         check_choice("Correction", "outside", self.outside, get_args(Outside))
-        _check_window("Correction", self.low, self.high)
+        self._check()
         if not isinstance(self.normalize, bool):
             raise TypeError(f"Correction: normalize must be a bool, got {self.normalize!r}")
         if not isinstance(self.rejection, (Rejection, type(None))):
@@ -166,31 +184,10 @@ class Correction:
         return cls(level=level, outside="mask", low=low, high=high)
 
     @property
-    def log_window(self) -> tuple[float, float]:
-        """Float32 logarithms of the bounds, rounded inward."""
-        return _log_window(self.low, self.high)
-
-    @property
     def needs_segments(self) -> bool:
         """Whether a level is one of segments."""
         levels = {self.level, self.rejection.level if self.rejection else "none"}
         return not levels.isdisjoint(OF_SEGMENTS)
-
-
-def _check_window(kind: str, low: float, high: float) -> None:
-    check_number(kind, "low", low)
-    check_number(kind, "high", high)
-    if not 0 <= low <= high or high == 0 or low == math.inf:
-        raise ValueError(f"{kind}: must have 0 <= low <= high, got low={low} and high={high}")
-
-
-def _log_window(low: float, high: float) -> tuple[float, float]:
-    """Return the float32 numbers next to the logarithms, inside of their window."""
-    logs = np.array([math.log(low) if low else -math.inf, math.log(high)])
-    least, most = logs.astype(np.float32)
-    least = np.nextafter(least, np.float32(math.inf)) if least < logs[0] else least
-    most = np.nextafter(most, np.float32(-math.inf)) if most > logs[1] else most
-    return float(least), float(most)
 
 
 OP = "importance_weights"
@@ -434,29 +431,24 @@ def check_weighed(
     if not isinstance(correction, Correction):
         raise TypeError(f"{OP}: correction must be a Correction, got {correction!r}")
     check_tensor(OP, "logprobs", logprobs, dtypes=DTYPES)
-    for name, tensor, dtypes in (
-        ("rollout_logprobs", rollout_logprobs, DTYPES),
-        ("loss_mask", loss_mask, (torch.bool,)),
-    ):
-        check_tensor(
-            OP, name, tensor, dtypes=dtypes, device=logprobs.device, entries=logprobs.shape[0]
-        )
+    device, tokens = logprobs.device, logprobs.shape[0]
+    others = {
+        "rollout_logprobs": (rollout_logprobs, DTYPES),
+        "loss_mask": (loss_mask, (torch.bool,)),
+    }
+    for name, (tensor, dtypes) in others.items():
+        check_tensor(OP, name, tensor, dtypes=dtypes, device=device, entries=tokens)
 
 
 def _run(
-    tokens: list[torch.Tensor],
-    tables: list[torch.Tensor | None],
-    sizes: list[int],
-    names: list[Any],
-    bounds: list[float],
-    normalize: bool,
-    impl: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens: list[torch.Tensor], tables: list[Any], sizes: list[int], names: list[Any],
+    bounds: list[Any], normalize: bool, impl: str,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     level, outside, rejected = names
     low, high, reject_low, reject_high = bounds
     rejection = Rejection(reject_low, reject_high, rejected) if rejected else None
     correction = Correction(level, outside, low, high, normalize, rejection)
-    places = Places(*tables, *sizes) if correction.needs_segments else None  # type: ignore[arg-type]
+    places = Places(*tables, *sizes) if correction.needs_segments else None
     if tables[0] is not None:
         check_segments_within(OP, "segments", tables[0], tokens[0].shape[0])
     if impl == "torch":

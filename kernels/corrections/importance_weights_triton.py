@@ -94,9 +94,9 @@ def _of_slot(row, word, place, counted, divides, has_marks):
 
 
 @triton.jit
-def _store_partial(partials, value):
-    tl.store(partials + tl.program_id(0), value)
-    return partials + tl.num_programs(0)
+def _store_each(place, step, values):
+    for number in tl.static_range(len(values)):
+        tl.store(place + number * step, values[number].to(tl.float64))
 
 
 @triton.jit(
@@ -185,19 +185,12 @@ def weigh_kernel(
         first += TILE
     kept_count = tl.sum(kept_counts, 0)
     window_count = tl.sum(window_counts, 0)
-    partials = _store_partial(partials, (kept_count & 0xFFFF).to(tl.float64))
-    partials = _store_partial(partials, (kept_count >> 16).to(tl.float64))
-    partials = _store_partial(partials, (window_count & 0xFFFF).to(tl.float64))
-    partials = _store_partial(partials, (window_count >> 16).to(tl.float64))
-    partials = _store_partial(partials, tl.sum(ratios, 0))
-    partials = _store_partial(partials, tl.sum(bound_sums, 0))
-    partials = _store_partial(partials, tl.sum(totals, 0))
-    partials = _store_partial(partials, tl.sum(squares, 0))
-    partials = _store_partial(partials, tl.sum(k1, 0))
-    partials = _store_partial(partials, tl.sum(k3, 0))
-    partials = _store_partial(partials, -tl.min(least, 0).to(tl.float64))
-    partials = _store_partial(partials, tl.max(most, 0).to(tl.float64))
-    _store_partial(partials, tl.max(heaviest, 0).to(tl.float64))
+    found = (
+        kept_count & 0xFFFF, kept_count >> 16, window_count & 0xFFFF, window_count >> 16,
+        tl.sum(ratios, 0), tl.sum(bound_sums, 0), tl.sum(totals, 0), tl.sum(squares, 0),
+        tl.sum(k1, 0), tl.sum(k3, 0), -tl.min(least, 0), tl.max(most, 0), tl.max(heaviest, 0),
+    )  # fmt: skip
+    _store_each(partials + tl.program_id(0), tl.num_programs(0), found)
 
 
 @triton.jit
@@ -240,28 +233,18 @@ def _store_metrics(
     ratios, weights, squares = _entry(found, 4, row), _entry(found, 6, row), _entry(found, 7, row)
     weights, squares = weights * scale, squares * scale * scale
     is_nan = (ratios >= 0) == 0  # a ratio is finite or NaN, which no extreme shows
-    least = tl.where(is_nan, ratios, -_entry(found, 10, row))
-    most = tl.where(is_nan, ratios, _entry(found, 11, row))
-    heaviest = tl.where(weights >= 0, _entry(found, 12, row) * scale, weights)
+    least = tl.where(is_nan, ratios, tl.where(tokens > 0, -_entry(found, 10, row), 0.0))
+    most = tl.where(is_nan, ratios, tl.where(tokens > 0, _entry(found, 11, row), 0.0))
+    heaviest = tl.where(tokens > 0, _entry(found, 12, row) * scale, 0.0)
+    heaviest = tl.where(weights >= 0, heaviest, weights)
     size = weights * weights / tl.maximum(tokens * squares, 2.2250738585072014e-308)
     count = tl.maximum(tokens, 1.0)
-    _store_metric(metrics, 0, tokens, tokens)
-    _store_metric(metrics, 1, ratios / count, tokens)
-    _store_metric(metrics, 2, least, tokens)
-    _store_metric(metrics, 3, most, tokens)
-    _store_metric(metrics, 4, _entry(found, 2, row) / count, tokens)
-    _store_metric(metrics, 5, _entry(found, 3, row) / count, tokens)
-    _store_metric(metrics, 6, _entry(found, 1, row) / count, tokens)
-    _store_metric(metrics, 7, weights / count, tokens)
-    _store_metric(metrics, 8, heaviest, tokens)
-    _store_metric(metrics, 9, size, tokens)
-    _store_metric(metrics, 10, _entry(found, 8, row) / count, tokens)
-    _store_metric(metrics, 11, _entry(found, 9, row) / count, tokens)
-
-
-@triton.jit
-def _store_metric(metrics, index, value, tokens):
-    tl.store(metrics + index, tl.where(tokens > 0, value, 0.0))
+    values = (
+        tokens, ratios / count, least, most, _entry(found, 2, row) / count,
+        _entry(found, 3, row) / count, _entry(found, 1, row) / count, weights / count, heaviest,
+        size, _entry(found, 8, row) / count, _entry(found, 9, row) / count,
+    )  # fmt: skip
+    _store_each(metrics, 1, values)
 
 
 @triton.jit(do_not_specialize=["tokens", "num_chunks", "normalize"])
@@ -299,60 +282,35 @@ def importance_weights_forward(
     places: Places | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return weights and metrics of contiguous tensors; ``places`` are None if not needed."""
-    tokens = aligned(logprobs), aligned(rollout_logprobs), aligned(loss_mask)
+    inputs = aligned(logprobs), aligned(rollout_logprobs), aligned(loss_mask)
+    tokens, device, rejection = loss_mask.shape[0], loss_mask.device, correction.rejection
+    level, rejected = correction.level, rejection.level if rejection else ""
     table = None
     if places is not None:
         if places.ids is not None:
             places = places._replace(ids=aligned(places.ids))
-        rejection = correction.rejection
-        clamps = rejection is not None and rejection.level in OF_SEGMENTS
-        table = sum_slots(tokens[2], places, *tokens[:2], clamps=clamps)
-    memory, partials = weigh(*tokens, correction, places, table)
-    by_segment = correction.level in OF_SEGMENTS and table is not None
-    used = table[-1] if by_segment and table is not None else None
-    metrics = merge(partials, memory, used, normalize=correction.normalize)
-    return memory[: loss_mask.shape[0]], metrics
-
-
-def weigh(
-    logprobs: torch.Tensor,
-    rollout_logprobs: torch.Tensor,
-    mask: torch.Tensor,
-    correction: Correction,
-    places: Places | None,
-    table: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch a program for each chunk; return weights in whole tiles, and the partial sums."""
-    tokens, device, rejection = mask.shape[0], mask.device, correction.rejection
-    level = rejection.level if rejection else ""
-    num_chunks = triton.cdiv(tokens, CHUNK)
-    memory = torch.empty(triton.cdiv(tokens, TILE) * TILE, dtype=torch.float32, device=device)
+        table = sum_slots(inputs[2], places, *inputs[:2], clamps=rejected in OF_SEGMENTS)
+    num_chunks, num_tiles = triton.cdiv(tokens, CHUNK), triton.cdiv(tokens, TILE)
+    weights = torch.empty(num_tiles * TILE, dtype=torch.float32, device=device)
     partials = torch.empty((PARTIALS, num_chunks), dtype=torch.float64, device=device)
-    if num_chunks:
-        with torch.cuda.device_of(mask):  # Triton launches on the current device
+    metrics = torch.empty(SUMS + 2, dtype=torch.float64, device=device)
+    used = table[-1] if table is not None and level in OF_SEGMENTS else None
+    programs = max(min(num_tiles, MOST_PROGRAMS), 1) if correction.normalize else 1
+    options = launch_on("weigh_kernel", loss_mask.get_device()).options
+    with torch.cuda.device_of(loss_mask):  # Triton launches on the current device
+        if num_chunks:
             weigh_kernel[(num_chunks,)](
-                logprobs, rollout_logprobs, mask, *(places or Places(None, None, None, 0, 0)),
-                table, memory, partials, tokens, int(correction.level in OF_SEGMENTS),
-                int(correction.level == "geometric"), int(correction.level == "none"),
+                *inputs, *(places or Places(None, None, None, 0, 0)), table, weights, partials,
+                tokens, int(level in OF_SEGMENTS), int(level == "geometric"), int(level == "none"),
                 OUTSIDE[correction.outside], correction.low, correction.high,
-                *correction.log_window, int(rejection is not None), int(level in OF_SEGMENTS),
-                int(level == "geometric"), *(rejection.log_window if rejection else (0.0, 0.0)),
-                TILE=TILE, EACH=EACH, TILES=TILES,
-                **launch_on("weigh_kernel", mask.get_device()).options,
+                *correction.log_window, int(rejection is not None), int(rejected in OF_SEGMENTS),
+                int(rejected == "geometric"),
+                *(rejection.log_window if rejection else (0.0, 0.0)),
+                TILE=TILE, EACH=EACH, TILES=TILES, **options,
             )  # fmt: skip
-    return memory, partials
-
-
-def merge(
-    partials: torch.Tensor, weights: torch.Tensor, used: torch.Tensor | None, *, normalize: bool
-) -> torch.Tensor:
-    """Launch one program that returns the metrics, or several that also scale the weights."""
-    metrics = torch.empty(SUMS + 2, dtype=torch.float64, device=partials.device)
-    programs = min(triton.cdiv(weights.shape[0], TILE), MOST_PROGRAMS) if normalize else 1
-    with torch.cuda.device_of(partials):
-        merge_kernel[(max(programs, 1),)](
-            partials, used, weights, metrics, weights.shape[0], partials.shape[1], int(normalize),
-            SUMS=SUMS, PARTIALS=PARTIALS, COLUMNS=triton.next_power_of_2(PARTIALS), MERGED=MERGED,
-            TILE=TILE, **launch_on("weigh_kernel", partials.get_device()).options,
+        merge_kernel[(programs,)](
+            partials, used, weights, metrics, num_tiles * TILE, num_chunks,
+            int(correction.normalize), SUMS=SUMS, PARTIALS=PARTIALS,
+            COLUMNS=triton.next_power_of_2(PARTIALS), MERGED=MERGED, TILE=TILE, **options,
         )  # fmt: skip
-    return metrics
+    return weights[:tokens], metrics

@@ -140,7 +140,7 @@ def shares_of(
         return weights
     counts, slots, found = _counted(counts, places)
     if denominator is None:
-        denominator = _num_used(found, slots)
+        denominator = found if slots is None else (found[:-1] > 0).sum()
     found = found.clamp(min=1) if divides else torch.ones_like(found)
     share = 1.0 / (found.double() * denominator)
     if places is not None and slots is not None:
@@ -187,7 +187,7 @@ def loss_denominator(
 def denominator_of(counts: torch.Tensor, places: Places | None) -> torch.Tensor:
     """Return the `loss_denominator` of the entries of `shares_of`."""
     _, slots, found = _counted(counts, places)
-    return _num_used(found, slots)
+    return found if slots is None else (found[:-1] > 0).sum()
 
 
 def _counted(
@@ -203,10 +203,6 @@ def _counted(
     slots = slots_of_tokens(places, counts.shape[0], counts.device)
     zeros = counts.new_zeros(places.num_slots + 1, dtype=torch.int64)
     return counts, slots, zeros.scatter_add_(0, slots, counts.long())
-
-
-def _num_used(found: torch.Tensor, slots: torch.Tensor | None) -> torch.Tensor:
-    return found if slots is None else (found[:-1] > 0).sum()
 
 
 def _check_places(
@@ -234,37 +230,21 @@ def _check_places(
     if group_ids is None or num_groups is None:
         raise ValueError(f"{needs} group_ids and num_groups")
     check_integer(op, "num_groups", num_groups)
-    check_tensor(
-        op,
-        "group_ids",
-        group_ids,
-        dtypes=INTEGERS,
-        device=device,
-        entries=num_sequences,
-        per="sequence",
-    )
+    options: dict[str, Any] = {"dtypes": INTEGERS, "device": device, "per": "sequence"}
+    check_tensor(op, "group_ids", group_ids, entries=num_sequences, **options)
     return Places(None, sequence_ids, group_ids, num_sequences, num_groups)
 
 
-def _run(
-    counts: torch.Tensor,
-    ids: torch.Tensor | None,
-    owners: torch.Tensor | None,
-    denominator: torch.Tensor | None,
-    given: float,
-    sizes: list[int],
-    divides: bool,
-) -> torch.Tensor:
+def _run(counts: torch.Tensor, ids: Any, owners: Any, denominator: Any, *options: Any) -> Any:
     from trajpack.kernels.corrections.loss_weights_triton import loss_weights_forward
 
+    given, sizes, divides = options
     places = Places(None, ids, owners, *sizes) if sizes else None
     return loss_weights_forward(counts, places, denominator, given=given, divides=divides)
 
 
-def _fake(
-    counts: torch.Tensor, ids: torch.Tensor | None, owners: Any, *inputs: Any
-) -> torch.Tensor:
-    are_ends = ids is None and len(inputs[2]) > 0
+def _fake(counts: torch.Tensor, ids: Any, *inputs: Any) -> torch.Tensor:
+    are_ends = ids is None and len(inputs[3]) > 0
     return counts.new_empty(counts.shape[0] - are_ends, dtype=torch.float32)
 
 

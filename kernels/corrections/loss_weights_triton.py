@@ -69,19 +69,6 @@ def loss_weights_forward(
         denominator = denominator if is_given else table[-1]
     elif not is_given:
         denominator = counts.sum()
-    return share(counts, places, table, denominator, given=given, divides=divides)
-
-
-def share(
-    counts: torch.Tensor,
-    places: Places | None,
-    table: torch.Tensor | None,
-    denominator: torch.Tensor | None,
-    *,
-    given: float,
-    divides: bool,
-) -> torch.Tensor:
-    """Launch a program for each tile; return the weights."""
     entries = entries_of(counts, places)
     tiles = triton.cdiv(entries, TILE)
     weights = torch.empty(tiles * TILE, dtype=torch.float32, device=counts.device)

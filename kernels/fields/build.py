@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
+from trajpack.kernels.fields.stretches import SHORT, Array, Ints, copier, count_up
 from trajpack.kernels.runs import MAX_TOKENS, RUN_WIDTH, TILE, Run
-from trajpack.kernels.validation import check_integer, check_tensor, values_to_check
+from trajpack.kernels.validation import (
+    check_boundaries,
+    check_integer,
+    check_tensor,
+    values_to_check,
+)
 
 OP = "build"
-SHORT = 128
-"""Mean stretch below which one gather on the host beats a copy per stretch (measured)."""
-COUNTED = 2048
-"""Mean stretch below which one sum on the host beats counting up per stretch (measured)."""
 ENTRIES_AT_ONCE = 2**17
-"""Tokens that the host repeats or gathers at once, in the cache."""
+"""Tokens that the host repeats at once in the cache, before it copies them to their memory."""
 
 SLACK = 1.25
 """Size of fresh host memory relative to the batch, so that a longer batch fits too."""
@@ -31,9 +33,6 @@ MOST = 2
 _listed = [np.empty(0)]
 UNUSED = sys.getrefcount(_listed[0])
 """Reference count of an array that only a list refers to."""
-
-Ints: TypeAlias = npt.NDArray[np.integer[Any]]
-Array: TypeAlias = npt.NDArray[Any]
 
 
 class TokenFields(NamedTuple):
@@ -119,21 +118,15 @@ def build(
         >>> build(words, runs.int(), torch.zeros(0), 3).position_ids
         tensor([0, 1, 2])
     """
-    _check_inputs(words, runs, turn_returns, num_tokens)
+    check_tensor(OP, "words", words, dtypes=(torch.int32,))
+    check_run_table(OP, runs, words.device)
+    check_tensor(OP, "turn_returns", turn_returns, dtypes=(torch.float32,), device=words.device)
+    check_integer(OP, "num_tokens", num_tokens, most=MAX_TOKENS)
     chosen = resolve_impl(OP, impl, words)
     memory = torch.ops.trajpack.build(
         words.contiguous(), runs.contiguous(), turn_returns.contiguous(), num_tokens, chosen
     )
     return fields_of(memory, num_tokens)
-
-
-def _check_inputs(
-    words: torch.Tensor, runs: torch.Tensor, turn_returns: torch.Tensor, num_tokens: int
-) -> None:
-    check_tensor(OP, "words", words, dtypes=(torch.int32,))
-    check_run_table(OP, runs, words.device)
-    check_tensor(OP, "turn_returns", turn_returns, dtypes=(torch.float32,), device=words.device)
-    check_integer(OP, "num_tokens", num_tokens, most=MAX_TOKENS)
 
 
 def check_run_table(op: str, runs: torch.Tensor, device: torch.device) -> None:
@@ -148,17 +141,9 @@ def check_run_table(op: str, runs: torch.Tensor, device: torch.device) -> None:
 def check_runs(op: str, runs: torch.Tensor, num_tokens: int) -> None:
     """Raise if the values of a run table can be read and it does not cover ``num_tokens``."""
     readable = values_to_check(runs)
-    if readable is None:
-        return
-    table = readable.numpy()
-    if (table[:-1, Run.GENERATED] < 0).any():
+    if readable is not None and (readable[:-1, Run.GENERATED] < 0).any():
         raise ValueError(f"{op}: runs must have 0 or more tokens of context (Run.GENERATED)")
-    first, last = table[0, Run.START], table[-1, Run.START]
-    if first != 0 or last != num_tokens or (np.diff(table[:, Run.START]) < 0).any():
-        raise ValueError(
-            f"{op}: runs must go from 0 to num_tokens {num_tokens} and never back, they go "
-            f"from {first} to {last}"
-        )
+    check_boundaries(op, runs[:, Run.START], num_tokens, name="START of runs")
 
 
 def check_places(runs: torch.Tensor, num_words: int, num_turns: int) -> None:
@@ -339,10 +324,13 @@ def write_on_host(out: Mapping[str, Array], words: Ints, runs: Ints, turn_return
             values[1::2] = of_generated
             _repeat(out[name], values, halves)
 
+    start, source = rows[:, Run.START], rows[:, Run.SOURCE]
+    num_tokens = int(lengths.sum())
     if "input_ids" in out:
-        _write_token_ids(out["input_ids"], words, rows, lengths)
+        copied = copier(num_tokens, start, source, np.where(source >= 0, lengths, 0))
+        copied(out["input_ids"], words, 0)
     if "position_ids" in out:
-        _write_position_ids(out["position_ids"], rows, lengths)
+        count_up(out["position_ids"], start, rows[:, Run.POSITION], lengths)
     if "sequence_ids" in out:
         _repeat(out["sequence_ids"], rows[:, Run.SEQUENCE], lengths)
     by_half("turn_ids", -1, rows[:, Run.TURN])
@@ -350,102 +338,31 @@ def write_on_host(out: Mapping[str, Array], words: Ints, runs: Ints, turn_return
     if "prompt_mask" in out:
         np.logical_not(out["loss_mask"], out=out["prompt_mask"])
     if "rollout_logprobs" in out:
-        mask = out["loss_mask"]
-        _write_logprobs(out["rollout_logprobs"], words, rows, lengths=lengths, loss_mask=mask)
+        logprobs, given = words.view(np.float32), lengths - context
+        first = rows[:, Run.LOGPROB][is_trained]
+        follow = (first[1:] == first[:-1] + given[is_trained][:-1]).all()
+        if follow and 0 < num_tokens < SHORT * len(first):
+            out["rollout_logprobs"][:] = 0
+            among = logprobs[first[0] : first[0] + given.sum()]
+            out["rollout_logprobs"][out["loss_mask"]] = among
+        else:
+            copied = copier(num_tokens, start + context, rows[:, Run.LOGPROB], given)
+            copied(out["rollout_logprobs"], logprobs, 0)
     by_half("policy_versions", -1, rows[:, Run.VERSION])
     by_half("returns", 0, returns)
 
 
 def _repeat(out: Array, values: Array, lengths: Ints) -> None:
     """Write each value as often as its length says."""
-    for some, entries in _pieces(lengths):
-        out[entries] = np.repeat(values[some], lengths[some])
-
-
-def _pieces(lengths: Ints) -> Iterator[tuple[slice, slice]]:
-    """Yield stretches of these lengths whose entries stay in the cache, and those entries."""
     ends = np.cumsum(lengths)
-    bounds = np.arange(ENTRIES_AT_ONCE, lengths.sum(), ENTRIES_AT_ONCE)
+    bounds = np.arange(ENTRIES_AT_ONCE, out.size, ENTRIES_AT_ONCE)
     cuts = np.searchsorted(ends, bounds, side="right")
     first = begin = 0
     for last in (*cuts.tolist(), len(lengths)):
         if last > first:
             end = int(ends[last - 1])
-            yield slice(first, last), slice(begin, end)
+            out[begin:end] = np.repeat(values[first:last], lengths[first:last])
             first, begin = last, end
-
-
-def _write_token_ids(out: Array, words: Ints, rows: Ints, lengths: Ints) -> None:
-    rows, lengths = _join(rows, lengths, rows[:, Run.SOURCE])
-    is_padding = rows[:, Run.SOURCE] < 0
-    if is_padding.any():
-        for start, length in zip(rows[is_padding, Run.START], lengths[is_padding], strict=True):
-            out[start : start + length] = 0
-        rows, lengths = rows[~is_padding], lengths[~is_padding]
-    copy_stretches(out, rows[:, Run.START], words, begins=rows[:, Run.SOURCE], lengths=lengths)
-
-
-def _write_position_ids(out: Array, rows: Ints, lengths: Ints) -> None:
-    rows, lengths = _join(rows, lengths, rows[:, Run.POSITION])
-    begins = rows[:, Run.POSITION]
-    if _is_short(lengths, COUNTED):
-        first = begins.astype(np.int64)
-        out[:] = 1
-        out[rows[:, Run.START]] = first - np.append(0, (first + lengths - 1)[:-1])
-        np.cumsum(out, out=out)
-        return
-    steps = np.arange(lengths.max(initial=0))
-    stretches = zip(rows[:, Run.START].tolist(), begins.tolist(), lengths.tolist(), strict=True)
-    for start, begin, length in stretches:
-        np.add(steps[:length], begin, out=out[start : start + length])
-
-
-def _write_logprobs(
-    out: Array, words: Ints, rows: Ints, *, lengths: Ints, loss_mask: Array
-) -> None:
-    logprobs = words.view(np.float32)
-    context = rows[:, Run.GENERATED]
-    is_trained = context < lengths
-    starts, source = (rows[:, Run.START] + context)[is_trained], rows[is_trained, Run.LOGPROB]
-    lengths = (lengths - context)[is_trained]
-    follow = lengths.size and (source[1:] == source[:-1] + lengths[:-1]).all()
-    if follow and lengths.sum() == out.size:
-        out[:] = logprobs[source[0] : source[0] + out.size]
-        return
-    out[:] = 0
-    if follow and _is_short(lengths):
-        out[loss_mask] = logprobs[source[0] : source[0] + lengths.sum()]
-    else:
-        copy_stretches(out, starts, logprobs, begins=source, lengths=lengths)
-
-
-def _join(rows: Ints, lengths: Ints, column: Ints) -> tuple[Ints, Ints]:
-    """Join neighbouring runs where ``column`` continues; padding, below 0, never does."""
-    continues = (column[1:] == column[:-1] + lengths[:-1]) & (column[:-1] >= 0)
-    heads = np.flatnonzero(np.append(np.ones(min(len(rows), 1), np.bool_), ~continues))
-    return rows[heads], np.add.reduceat(lengths, heads) if heads.size else lengths
-
-
-def _is_short(lengths: Ints, limit: int = SHORT) -> bool:
-    return bool(lengths.size and lengths.sum() < limit * lengths.size)
-
-
-def copy_stretches(out: Array, starts: Ints, source: Array, *, begins: Ints, lengths: Ints) -> None:
-    """Copy ``source[begin : begin + length]`` to ``out[start:]`` for each stretch."""
-    if lengths.size > 1 and _is_short(lengths):
-        before = np.cumsum(lengths) - lengths
-        from_source, into_out = begins - before, starts - before
-        for some, entries in _pieces(lengths):
-            index, shift = np.arange(entries.start, entries.stop), into_out[some]
-            values = source[index + np.repeat(from_source[some], lengths[some])]
-            if (shift == shift[0]).all():  # one behind the other
-                out[shift[0] + entries.start : shift[0] + entries.stop] = values
-            else:
-                out[index + np.repeat(shift, lengths[some])] = values
-        return
-    stretches = zip(starts.tolist(), begins.tolist(), lengths.tolist(), strict=True)
-    for start, begin, length in stretches:
-        out[start : start + length] = source[begin : begin + length]
 
 
 def _run(

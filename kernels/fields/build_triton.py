@@ -31,53 +31,13 @@ VERSION = tl.constexpr(int(Run.VERSION))
 
 
 @triton.jit
-def _store(
-    memory, size, token, word, position, sequence, turn, logprob, version, earned, generated
-):
-    """Write a tile of each field to memory of `trajpack.kernels.fields.build.empty_memory`."""
-    tl.store(memory + token, word.to(tl.int64))
-    tl.store(memory + size + token, position.to(tl.int64))
-    ints = (memory + 2 * size).to(tl.pointer_type(tl.int32))
-    tl.store(ints + token, sequence)
-    tl.store(ints + size + token, turn)
-    tl.store(ints + 2 * size + token, logprob)
-    tl.store(ints + 3 * size + token, version)
-    tl.store(ints + 4 * size + token, earned.to(tl.int32, bitcast=True))
-    masks = (ints + 5 * size).to(tl.pointer_type(tl.int8))
-    tl.store(masks + token, 1 - generated.to(tl.int8))
-    tl.store(masks + size + token, generated.to(tl.int8))
+def _write_tile(words, row, turn_returns, memory, size, token, inside):
+    """Write a tile of each field to memory of `trajpack.kernels.fields.build.empty_memory`.
 
-
-@triton.jit
-def _write_one_run(words, row, turn_returns, memory, size, first, token, BLOCK: tl.constexpr):
-    """Write a tile inside one run; the run's row is loaded once."""
-    zeros = tl.zeros((BLOCK,), tl.int32)
-    offset = token - tl.load(row)
-    source = tl.load(row + SOURCE)
-    word = zeros
-    if source >= 0:
-        word = tl.load(words + source + offset)
-    context = tl.load(row + GENERATED)
-    generated = offset >= context
-    run_turn = tl.load(row + TURN)
-    logprob = zeros
-    earned = tl.zeros((BLOCK,), tl.float32)
-    if first + BLOCK - tl.load(row) > context:
-        place = tl.load(row + LOGPROB) - context + offset
-        logprob = tl.load(words + place, mask=generated, other=0)
-        earned = tl.where(generated, tl.load(turn_returns + run_turn), 0.0)
-    position = tl.load(row + POSITION) + offset
-    sequence = tl.load(row + SEQUENCE) + zeros
-    turn = tl.where(generated, run_turn, -1)
-    version = tl.where(generated, tl.load(row + VERSION), -1)
-    _store(memory, size, token, word, position, sequence, turn, logprob, version, earned, generated)
-
-
-@triton.jit
-def _write_many_runs(words, runs, turn_returns, memory, size, low, high, token, last):
-    """Write a tile over the runs from ``low`` to ``high``; each lane gathers from its own run."""
-    inside = tl.minimum(token, last)  # memory behind the last token is not used
-    row = runs + find_segments(runs, low, high, inside, ROW) * ROW
+    ``row`` is the row of the tile's run, or that of each token's run. ``inside`` are the tokens;
+    those behind the last one, whose memory is not used, count as the last.
+    """
+    none = tl.zeros_like(token)
     offset = inside - tl.load(row)
     source = tl.load(row + SOURCE)
     word = tl.load(words + source + offset, mask=source >= 0, other=0)
@@ -85,13 +45,22 @@ def _write_many_runs(words, runs, turn_returns, memory, size, low, high, token, 
     generated = offset >= context
     place = tl.load(row + LOGPROB) - context + offset
     logprob = tl.load(words + place, mask=generated, other=0)
-    run_turn = tl.load(row + TURN)
-    earned = tl.load(turn_returns + run_turn, mask=generated, other=0.0)
+    turn = tl.load(row + TURN) + none
+    earned = tl.load(turn_returns + turn, mask=generated, other=0.0)
     position = tl.load(row + POSITION) + offset
-    sequence = tl.load(row + SEQUENCE)
-    turn = tl.where(generated, run_turn, -1)
+    sequence = tl.load(row + SEQUENCE) + none
     version = tl.where(generated, tl.load(row + VERSION), -1)
-    _store(memory, size, token, word, position, sequence, turn, logprob, version, earned, generated)
+    tl.store(memory + token, word.to(tl.int64))
+    tl.store(memory + size + token, position.to(tl.int64))
+    ints = (memory + 2 * size).to(tl.pointer_type(tl.int32))
+    tl.store(ints + token, sequence)
+    tl.store(ints + size + token, tl.where(generated, turn, -1))
+    tl.store(ints + 2 * size + token, logprob)
+    tl.store(ints + 3 * size + token, version)
+    tl.store(ints + 4 * size + token, earned.to(tl.int32, bitcast=True))
+    masks = (ints + 5 * size).to(tl.pointer_type(tl.int8))
+    tl.store(masks + token, 1 - generated.to(tl.int8))
+    tl.store(masks + size + token, generated.to(tl.int8))
 
 
 @triton.jit(do_not_specialize=["num_runs", "num_tokens"])
@@ -101,11 +70,13 @@ def build_kernel(words, runs, turn_returns, memory, num_runs, num_tokens, BLOCK:
     size = tl.cdiv(num_tokens, WHOLE).to(tl.int64) * WHOLE
     low = find_segment(runs, num_runs, first, ROW)
     if tl.load(runs + (low + 1) * ROW) >= first + BLOCK:
-        _write_one_run(words, runs + low * ROW, turn_returns, memory, size, first, token, BLOCK)
+        _write_tile(words, runs + low * ROW, turn_returns, memory, size, token, token)
     else:
         last = tl.minimum(first + BLOCK, num_tokens) - 1
         high = find_segment(runs, num_runs, last, ROW)
-        _write_many_runs(words, runs, turn_returns, memory, size, low, high, token, last)
+        inside = tl.minimum(token, last)
+        row = runs + find_segments(runs, low, high, inside, ROW) * ROW
+        _write_tile(words, row, turn_returns, memory, size, token, inside)
 
 
 def write_fields(
@@ -122,12 +93,6 @@ def write_fields(
     launch = launch_on("build_kernel", words.get_device())
     with torch.cuda.device_of(words):  # Triton launches on the current device
         build_kernel[(triton.cdiv(num_tokens, launch.block),)](
-            words,
-            runs,
-            turn_returns,
-            memory,
-            runs.shape[0] - 1,
-            num_tokens,
-            BLOCK=launch.block,
-            **launch.options,
-        )
+            words, runs, turn_returns, memory, runs.shape[0] - 1, num_tokens,
+            BLOCK=launch.block, **launch.options,
+        )  # fmt: skip

@@ -10,31 +10,13 @@ import numpy as np
 import torch
 
 from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
-from trajpack.kernels.fields.build import (
-    check_run_table,
-    check_runs,
-    check_stretches,
-    copy_stretches,
-)
+from trajpack.kernels.fields.build import check_run_table, check_runs, check_stretches
+from trajpack.kernels.fields.stretches import located, taken
+from trajpack.kernels.fields.units import UNITS, Rows, as_rows, empty_units, layouts_of, rows_of
 from trajpack.kernels.runs import MAX_TOKENS, TILE, Run
 from trajpack.kernels.validation import check_integer, check_tensor, values_to_check
 
 OP = "gather_fields"
-UNITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Dtype that moves a unit, by the unit's bytes."""
-
-
-class RowLayout(NamedTuple):
-    """Layout of a field's rows as the op takes it: four integers."""
-
-    width: int
-    """Units of a row."""
-    unit: int
-    """Bytes of a unit."""
-    fill: int
-    """Unit of a row that is not given, as a signed integer."""
-    generated_only: int
-    """Whether only generated tokens have rows."""
 
 
 class FieldLayout(NamedTuple):
@@ -54,13 +36,6 @@ class FieldLayout(NamedTuple):
         """Bytes of a row."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    @property
-    def row_layout(self) -> RowLayout:
-        """Layout in units of 8 bytes for 8-byte dtypes, else the most of 1, 2 and 4 that fit."""
-        unit = 8 if self.dtype.itemsize == 8 else math.gcd(self.row_bytes, 4)
-        fill = int.from_bytes((self.fill * 8)[:unit], "little", signed=True)
-        return RowLayout(self.row_bytes // unit, unit, fill, int(self.generated_only))
-
 
 def gather_fields(
     words: torch.Tensor,
@@ -69,6 +44,8 @@ def gather_fields(
     fields: Sequence[FieldLayout],
     num_tokens: int,
     impl: Impl = "auto",
+    *,
+    out: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
     r"""Gather the rows of extra fields into one row for each token of a batch.
 
@@ -81,9 +58,15 @@ def gather_fields(
         fields: Layouts of the rows.
         num_tokens: Tokens of the batch.
         impl: As for `trajpack.kernels.fields.build.build`.
+        out: Memory of `empty_rows` for the result, which can then be captured in a CUDA graph.
 
     Returns:
         A tensor ``[num_tokens, *shape]`` for each field; ``fill`` where a token has no row.
+
+    Raises:
+        TypeError: If a dtype is none of the above.
+        ValueError: If shapes or devices disagree, ``out`` is not in whole tiles, or, for tensors on
+            the host, the tables do not end at ``num_tokens`` or lead out of ``words``.
 
     Cost: one launch for all fields, no copy, no host synchronisation.
 
@@ -94,59 +77,6 @@ def gather_fields(
         >>> gather_fields(words, runs, torch.zeros(2, 1, dtype=torch.int64), [field], 3)
         [tensor([-1,  5,  6], dtype=torch.int32)]
     """
-    _check_inputs(words, runs, sources, fields, num_tokens)
-    gathered = torch.ops.trajpack.gather_fields(
-        words.contiguous(),
-        runs.contiguous(),
-        sources.contiguous(),
-        num_tokens,
-        [number for field in fields for number in field.row_layout],
-        resolve_impl(OP, impl, words),
-    )
-    return [_as_rows(*pair, num_tokens) for pair in zip(gathered, fields, strict=True)]
-
-
-def empty_rows(
-    fields: Sequence[FieldLayout], num_tokens: int, device: torch.device
-) -> list[torch.Tensor]:
-    """Return uninitialised rows over memory in whole tiles, for `gather_fields_into`."""
-    flat = empty_units([field.row_layout for field in fields], num_tokens, device)
-    return [_as_rows(*pair, num_tokens) for pair in zip(flat, fields, strict=True)]
-
-
-def gather_fields_into(
-    rows: Sequence[torch.Tensor],
-    words: torch.Tensor,
-    runs: torch.Tensor,
-    sources: torch.Tensor,
-    fields: Sequence[FieldLayout],
-    impl: Impl = "auto",
-) -> None:
-    """Write rows into memory of `empty_rows`: `gather_fields` without an allocation, capturable."""
-    num_tokens = rows[0].shape[0] if rows else 0
-    _check_inputs(words, runs, sources, fields, num_tokens)
-    layouts = [field.row_layout for field in fields]
-    for row, layout in zip(rows, layouts, strict=True):
-        room = row.untyped_storage().nbytes() // layout.unit
-        tiles = -(-num_tokens * layout.width // TILE)
-        if row.storage_offset() or room < tiles * TILE or not row.is_contiguous():
-            raise ValueError(
-                f"{OP}: rows must be in whole tiles of {TILE} units, as empty_rows makes them, "
-                f"got shape {list(row.shape)} with room for {room} units of {layout.unit} bytes"
-            )
-    out = [row.view(-1).view(UNITS[layout.unit]) for row, layout in zip(rows, layouts, strict=True)]
-    _write(
-        out, words, runs, sources, num_tokens, layouts=layouts, impl=resolve_impl(OP, impl, words)
-    )
-
-
-def _check_inputs(
-    words: torch.Tensor,
-    runs: torch.Tensor,
-    sources: torch.Tensor,
-    fields: Sequence[FieldLayout],
-    num_tokens: int,
-) -> None:
     check_tensor(OP, "words", words, dtypes=(torch.int32,))
     check_run_table(OP, runs, words.device)
     check_tensor(OP, "sources", sources, ndim=2, dtypes=(torch.int64,), device=words.device)
@@ -154,23 +84,46 @@ def _check_inputs(
     if list(sources.shape) != expected:
         raise ValueError(f"{OP}: sources must have shape {expected}, got {list(sources.shape)}")
     check_integer(OP, "num_tokens", num_tokens, most=MAX_TOKENS)
+    chosen, layouts = resolve_impl(OP, impl, words), _layouts(fields)
+    masks = [field.generated_only for field in fields]
+    if out is not None:
+        units = [_whole_units(*pair, num_tokens) for pair in zip(out, layouts, strict=True)]
+        _write(units, words, runs, sources, num_tokens, layouts=layouts, masks=masks, impl=chosen)
+        return list(out)
+    inputs = (one.contiguous() for one in (words, runs, sources))
+    numbers = [number for layout in layouts for number in layout]
+    gathered = torch.ops.trajpack.gather_fields(*inputs, num_tokens, numbers, masks, chosen)
+    return _as_rows(gathered, fields, num_tokens)
 
 
-def empty_units(
-    layouts: Sequence[RowLayout], num_tokens: int, device: torch.device
+def empty_rows(
+    fields: Sequence[FieldLayout], num_tokens: int, device: torch.device
 ) -> list[torch.Tensor]:
-    """Return uninitialised units of all rows of each field, over memory in whole tiles."""
-    sizes = [num_tokens * layout.width for layout in layouts]
-    return [
-        torch.empty(-(-size // TILE) * TILE, dtype=UNITS[layout.unit], device=device)[:size]
-        for size, layout in zip(sizes, layouts, strict=True)
-    ]
+    """Return uninitialised rows over memory in whole tiles, for `gather_fields`."""
+    return _as_rows(empty_units(_layouts(fields), num_tokens, device), fields, num_tokens)
 
 
-def _as_rows(units: torch.Tensor, field: FieldLayout, num_tokens: int) -> torch.Tensor:
-    if not num_tokens:  # torch cannot view no bytes as another dtype
-        return units.new_empty((0, *field.shape), dtype=field.dtype)
-    return units.view(field.dtype).view(num_tokens, *field.shape)
+def _layouts(fields: Sequence[FieldLayout]) -> list[Rows]:
+    return [rows_of(*field[:3]) for field in fields]
+
+
+def _as_rows(
+    units: Sequence[torch.Tensor], fields: Sequence[FieldLayout], num_tokens: int
+) -> list[torch.Tensor]:
+    pairs = zip(units, fields, strict=True)
+    return [as_rows(one, num_tokens, field.dtype, field.shape) for one, field in pairs]
+
+
+def _whole_units(rows: torch.Tensor, layout: Rows, num_tokens: int) -> torch.Tensor:
+    """Return rows that the caller gave as units; raise unless they are in whole tiles."""
+    room = rows.untyped_storage().nbytes() // layout.unit
+    tiles = -(-num_tokens * layout.width // TILE)
+    if rows.storage_offset() or room < tiles * TILE or not rows.is_contiguous():
+        raise ValueError(
+            f"{OP}: rows must be in whole tiles of {TILE} units, as empty_rows makes them, "
+            f"got shape {list(rows.shape)} with room for {room} units of {layout.unit} bytes"
+        )
+    return rows.view(-1).view(UNITS[layout.unit]).as_strided((tiles * TILE,), (1,))
 
 
 def _write(
@@ -180,26 +133,40 @@ def _write(
     sources: torch.Tensor,
     num_tokens: int,
     *,
-    layouts: Sequence[RowLayout],
+    layouts: Sequence[Rows],
+    masks: Sequence[bool],
     impl: str,
 ) -> None:
-    """Write units that `empty_units` made."""
+    """Write units of `empty_units`; ``masks`` say which fields have rows of generated tokens only.
+
+    Without a kernel, each token looks up its run, then its row.
+    """
     check_runs(OP, runs, num_tokens)
-    _check_sources(words, runs, sources, layouts)
+    _check_sources(words, runs, sources, layouts, masks)
     if impl == "triton":
         from trajpack.kernels.fields.gather_fields_triton import write_rows
 
-        write_rows(words, runs, sources, num_tokens, layouts=layouts, out=out)
-    elif words.device.type == "cpu":
-        _write_on_host(out, words, runs, sources, layouts)
-    else:
-        reference = _gather_reference(words, runs, sources, num_tokens, layouts)
-        for units, gathered in zip(out, reference, strict=True):
-            units.copy_(gathered)
+        write_rows(words, runs, sources, num_tokens, layouts=layouts, masks=masks, out=out)
+        return
+    run, offset, *_ = located(num_tokens, *runs[:-1, : Run.GENERATED + 1].unbind(1))
+    for number, (units, layout, mask) in enumerate(zip(out, layouts, masks, strict=True)):
+        width, unit, fill = layout
+        row = offset - runs[run, Run.GENERATED] if mask else offset
+        has_row = (runs[run, Run.SOURCE] >= 0) & (row >= 0)
+        place = sources[run, number] // unit + row * width
+        stream = (words if unit < 8 else words[: words.shape[0] // 2 * 2]).view(UNITS[unit])
+        if stream.shape[0] < width:  # no token has a row
+            stream = stream.new_zeros(width)
+        rows = taken(stream.unfold(0, width, 1), place, has_row, fill)
+        units[: rows.numel()].copy_(rows.view(-1))
 
 
 def _check_sources(
-    words: torch.Tensor, runs: torch.Tensor, sources: torch.Tensor, layouts: Sequence[RowLayout]
+    words: torch.Tensor,
+    runs: torch.Tensor,
+    sources: torch.Tensor,
+    layouts: Sequence[Rows],
+    masks: Sequence[bool],
 ) -> None:
     """Raise if the tables can be read and rows lie outside of the stream; after `check_runs`."""
     table, begins = values_to_check(runs), values_to_check(sources)
@@ -209,94 +176,37 @@ def _check_sources(
     lengths, rows = np.diff(rows[:, Run.START]), rows[:-1]
     given = np.where(rows[:, Run.SOURCE] >= 0, lengths, 0)
     generated = (given - rows[:, Run.GENERATED]).clip(min=0)
-    for number, (width, unit, _, generated_only) in enumerate(layouts):
-        counts = (generated if generated_only else given) * width * unit
+    for number, ((width, unit, _), mask) in enumerate(zip(layouts, masks, strict=True)):
+        counts = (generated if mask else given) * width * unit
         rule, num_bytes = f"sources must keep bytes of field {number}", 4 * words.shape[0]
         check_stretches(OP, rule, begins.numpy()[:-1, number], counts, num_bytes)
 
 
-def _gather_reference(
-    words: torch.Tensor,
-    runs: torch.Tensor,
-    sources: torch.Tensor,
-    num_tokens: int,
-    layouts: Sequence[RowLayout],
-) -> list[torch.Tensor]:
-    """Define the op in plain torch: each unit looks up its token's run."""
-    run = torch.repeat_interleave(runs[:, Run.START].diff(), output_size=num_tokens).long()
-    offset = torch.arange(num_tokens, device=words.device) - runs[run, Run.START]
-    given = runs[run, Run.SOURCE] >= 0
-    behind = offset - runs[run, Run.GENERATED]
-    stream = torch.nn.functional.pad(words, (0, -words.shape[0] % 2 + 2 * (words.shape[0] == 0)))
-    gathered = []
-    for number, (width, unit, fill, generated_only) in enumerate(layouts):
-        row = behind if generated_only else offset
-        has_row = given & (row >= 0)
-        place = sources[run, number] // unit + row * width
-        columns = torch.arange(width, device=words.device)
-        index = torch.where(has_row, place, 0)[:, None] + torch.where(has_row[:, None], columns, 0)
-        rows = torch.where(has_row[:, None], stream.view(UNITS[unit])[index], fill)
-        gathered.append(rows.reshape(-1))
-    return gathered
-
-
-def _write_on_host(
-    out: Sequence[torch.Tensor],
-    words: torch.Tensor,
-    runs: torch.Tensor,
-    sources: torch.Tensor,
-    layouts: Sequence[RowLayout],
-) -> None:
-    """Copy stretch by stretch with numpy."""
-    table = runs.numpy()[:-1].astype(np.int64)
-    lengths = np.diff(runs.numpy()[:, Run.START]).astype(np.int64)
-    stream = words.numpy()[: words.shape[0] // 2 * 2]  # whole units of 8 bytes
-    for number, (width, unit, fill, generated_only) in enumerate(layouts):
-        skipped = np.clip(table[:, Run.GENERATED], 0, lengths) if generated_only else 0
-        counts = np.where(table[:, Run.SOURCE] >= 0, lengths - skipped, 0)
-        flat = out[number].numpy()
-        if counts.sum() * width < flat.size:
-            flat[:] = fill
-        given = counts > 0
-        copy_stretches(
-            flat,
-            ((table[:, Run.START] + skipped) * width)[given],
-            (words.numpy() if unit < 8 else stream).view(flat.dtype),
-            begins=(sources.numpy()[:-1, number] // unit)[given],
-            lengths=(counts * width)[given],
-        )
-
-
-def _row_layouts(numbers: Sequence[int]) -> list[RowLayout]:
-    return [RowLayout(*numbers[at : at + 4]) for at in range(0, len(numbers), 4)]
-
-
 def _run(
     words: torch.Tensor,
-    runs: torch.Tensor,
-    sources: torch.Tensor,
+    runs: Any,
+    sources: Any,
     num_tokens: int,
-    numbers: list[int],
+    numbers: Any,
+    masks: Any,
     impl: str,
 ) -> list[torch.Tensor]:
-    layouts = _row_layouts(numbers)
+    layouts = layouts_of(numbers)
     out = empty_units(layouts, num_tokens, words.device)
-    _write(out, words, runs, sources, num_tokens, layouts=layouts, impl=impl)
-    return out
+    _write(out, words, runs, sources, num_tokens, layouts=layouts, masks=masks, impl=impl)
+    return [one[: num_tokens * row.width] for one, row in zip(out, layouts, strict=True)]
 
 
-def _fake(
-    words: torch.Tensor, runs: Any, sources: Any, num_tokens: int, numbers: list[int], impl: str
-) -> list[torch.Tensor]:
+def _fake(words: torch.Tensor, runs: Any, sources: Any, num_tokens: int, *rest: Any) -> Any:
     return [
         words.new_empty(num_tokens * layout.width, dtype=UNITS[layout.unit])
-        for layout in _row_layouts(numbers)
+        for layout in layouts_of(rest[0])
     ]
 
 
 register_op(
     "gather_fields(Tensor words, Tensor runs, Tensor sources, SymInt num_tokens, int[] layouts, "
-    "str impl) -> Tensor[]",
+    "bool[] generated_only, str impl) -> Tensor[]",
     _run,
     _fake,
 )

@@ -3,16 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from trajpack.kernels.dispatch import Impl, check_not_captured, register_op, resolve_impl
-from trajpack.kernels.fields.pieces import PIECE_WIDTH, Kind, Piece
 from trajpack.kernels.validation import check_boundaries, check_tensor
 
 OP = "gather_words"
+
+
+class Piece(IntEnum):
+    """Columns of the table of pieces, the tensors: one row for each."""
+
+    ADDRESS = 0
+    """Address of the tensor's first entry on the device."""
+    START = 1
+    """Index of its first word in the stream; the next row's START ends it."""
+    KIND = 2
+    """Conversion of its entries, a `Kind`."""
+
+
+PIECE_WIDTH = 4
+"""int64 numbers in a row: one 32-byte sector, the last unused."""
+
+
+class Kind(IntEnum):
+    """Conversion of an entry to a word."""
+
+    WORD = 0
+    """None: int32 and float32."""
+    INT64 = 1
+    """Low 32 bits."""
+    INT16 = 2
+    INT8 = 3
+    UINT8 = 4
+    """bool too."""
+    FLOAT64 = 5
+    """Rounded to float32."""
+    BFLOAT16 = 6
+    FLOAT16 = 7
+
+
 KINDS = {
     torch.int32: Kind.WORD,
     torch.int64: Kind.INT64,
@@ -65,8 +99,7 @@ def gather_words(tensors: Sequence[torch.Tensor], impl: Impl = "auto") -> torch.
     if not tensors:
         return torch.empty(0, dtype=torch.int32, device="cpu")
     if resolve_impl(OP, impl, tensors[0]) == "torch":
-        on_host = tensors[0].device.type == "cpu"
-        return _gather_on_host(tensors) if on_host else gather_words_reference(tensors)
+        return gather_words_reference(tensors)
     num_words = int(table[-1, Piece.START])
     device = tensors[0].device
     check_not_captured(OP, device, "its table leaves host memory that is gone by the replay")
@@ -112,20 +145,15 @@ def piece_table(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.int64]:
     except (AttributeError, KeyError):
         fits, lengths = False, []
     if not fits or len(lengths) != len(tensors):
-        _refuse(tensors)
+        for index, tensor in enumerate(tensors):
+            name = f"tensors[{index}]"
+            check_tensor(OP, name, tensor, dtypes=tuple(KINDS), device=tensors[0].device)
+            if not tensor.is_contiguous():
+                raise ValueError(f"{OP}: {name} must be contiguous, got stride {tensor.stride(0)}")
     np.cumsum(lengths, out=table[1:, Piece.START])
     if table[-1, Piece.START] > MAX_WORDS:
         raise ValueError(f"{OP}: at most {MAX_WORDS} words, got {table[-1, Piece.START]}")
     return table
-
-
-def _refuse(tensors: Sequence[torch.Tensor]) -> None:
-    """Raise for the first tensor that cannot be gathered."""
-    for index, tensor in enumerate(tensors):
-        name = f"tensors[{index}]"
-        check_tensor(OP, name, tensor, dtypes=tuple(KINDS), device=tensors[0].device)
-        if not tensor.is_contiguous():
-            raise ValueError(f"{OP}: {name} must be contiguous, got stride {tensor.stride(0)}")
 
 
 def gather_words_reference(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -137,20 +165,6 @@ def gather_words_reference(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(words) if words else torch.empty(0, dtype=torch.int32, device="cpu")
 
 
-def _gather_on_host(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Cast each tensor into its place; numpy starts a copy twice as fast as torch."""
-    words = np.empty(sum(tensor.shape[0] for tensor in tensors), np.int32)
-    views = words, words.view(np.float32)
-    start = 0
-    with np.errstate(all="ignore"):  # values beyond float32 become infinite
-        for tensor in tensors:
-            end = start + tensor.shape[0]
-            known = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
-            views[tensor.dtype.is_floating_point][start:end] = known.detach().numpy()
-            start = end
-    return torch.from_numpy(words)
-
-
 def _run(table: torch.Tensor, num_words: int) -> torch.Tensor:
     resolve_impl(OP, "triton", table)
     check_boundaries(OP, table[:, Piece.START], num_words, name="pieces", end="num_words")
@@ -159,8 +173,8 @@ def _run(table: torch.Tensor, num_words: int) -> torch.Tensor:
     return gather_words_forward(table, num_words)
 
 
-def _fake(table: torch.Tensor, num_words: int) -> torch.Tensor:
-    return table.new_empty(num_words, dtype=torch.int32)
-
-
-register_op("gather_words(Tensor table, SymInt num_words) -> Tensor", _run, _fake)
+register_op(
+    "gather_words(Tensor table, SymInt num_words) -> Tensor",
+    _run,
+    lambda table, num_words: table.new_empty(num_words, dtype=torch.int32),
+)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from trajpack.kernels.block_shapes import launch_on
-from trajpack.kernels.fields.pieces import PIECE_WIDTH, Kind, Piece
+from trajpack.kernels.fields.gather_words import PIECE_WIDTH, Kind, Piece
 from trajpack.kernels.search_triton import find_segment
 
 BLOCK = launch_on("gather_words_kernel", -1).block
@@ -88,11 +88,6 @@ def gather_words_forward(table: torch.Tensor, num_words: int) -> torch.Tensor:
     if tiles:
         with torch.cuda.device_of(table):  # Triton launches on the current device
             gather_words_kernel[(tiles,)](
-                table,
-                words,
-                table.shape[0] - 1,
-                num_words,
-                BLOCK=launch.block,
-                **launch.options,
+                table, words, table.shape[0] - 1, num_words, BLOCK=launch.block, **launch.options
             )
     return words[:num_words]

@@ -19,7 +19,6 @@ import torch
 from trajpack.kernels.dispatch import register_op
 from trajpack.kernels.logprobs.pair_logits import Logits, Pairs, pair_gradients, pair_logits
 from trajpack.kernels.rearrange.repeat_rows import sum_rows
-from trajpack.kernels.validation import HOSTS
 
 MOST_ROWS = {"cuda": 4096, "cpu": 512}
 """Rows of a tile, by the type of device."""
@@ -38,8 +37,6 @@ class Tile(NamedTuple):
     """``[rows, stride]``: the logits, and any numbers behind them."""
     memory: torch.Tensor
     """``[rows * stride + 1]``: the padded tile, and an entry for pairs of other tiles."""
-    number: int
-    """Tiles before it."""
 
 
 def tiles_of(logits: Logits, hidden: torch.Tensor, multiple: int = 1) -> Iterator[Tile]:
@@ -48,9 +45,11 @@ def tiles_of(logits: Logits, hidden: torch.Tensor, multiple: int = 1) -> Iterato
     All tiles lie in the same memory. The stride is a multiple of ``multiple``.
     """
     num_rows, vocabulary = hidden.shape[0], logits.weight.shape[0]
-    most_rows, num_columns = size_of_tiles(hidden, vocabulary)
+    kind = "cuda" if hidden.is_cuda else "cpu"
+    most_rows = MOST_ROWS[kind]
+    num_columns = math.ceil(vocabulary / math.ceil(vocabulary / MOST_COLUMNS[kind]))
     stride = math.ceil(num_columns / multiple) * multiple
-    memory, number = hidden.new_zeros(min(num_rows, most_rows) * stride + 1), 0
+    memory = hidden.new_zeros(min(num_rows, most_rows) * stride + 1)
     for begin in range(0, vocabulary, num_columns):
         columns = slice(begin, min(begin + num_columns, vocabulary))
         weight = logits.weight[columns]
@@ -63,38 +62,16 @@ def tiles_of(logits: Logits, hidden: torch.Tensor, multiple: int = 1) -> Iterato
             torch.mm(hidden[rows], weight.T, out=product)
             if logits.bias is not None:
                 product += logits.bias[columns]
-            yield Tile(rows, columns, product, padded, used, number)
-            number += 1
+            yield Tile(rows, columns, product, padded, used)
 
 
-def size_of_tiles(hidden: torch.Tensor, vocabulary: int) -> tuple[int, int]:
-    """Return the rows and columns of a tile; the last ones may have less."""
-    kind = "cuda" if hidden.is_cuda else "cpu"
-    return MOST_ROWS[kind], math.ceil(vocabulary / math.ceil(vocabulary / MOST_COLUMNS[kind]))
-
-
-class PairsOfTiles:
-    """Which pairs are in which tile; the kernels of Triton find those of a row themselves."""
-
-    def __init__(self, pairs: Pairs, hidden: torch.Tensor, vocabulary: int) -> None:
-        self._owners, self._tokens = pairs.owners, pairs.tokens
-        most_rows, num_columns = size_of_tiles(hidden, vocabulary)
-        by_row, by_column = (-(-hidden.shape[0] // most_rows), -(-vocabulary // num_columns))
-        tile = self._tokens // num_columns * by_row + self._owners // most_rows
-        self._tile, self._groups = tile.where(pairs.within(vocabulary), -1), None
-        if tile.device.type in HOSTS:  # a device is not asked how many each tile has
-            sizes = (self._tile + 1).bincount(minlength=by_row * by_column + 1).tolist()
-            self._groups = self._tile.argsort(stable=True).split(sizes)[1:]
-
-    def within(self, tile: Tile) -> tuple[torch.Tensor | slice, torch.Tensor]:
-        """Return the numbers of pairs, those of the tile among them, and places in its memory.
-
-        The place of a pair of another tile is the last entry.
-        """
-        some = slice(None) if self._groups is None else self._groups[tile.number]
-        column, row = self._tokens[some] - tile.columns.start, self._owners[some] - tile.rows.start
-        place = row * tile.padded.shape[1] + column
-        return some, place.where(self._tile[some] == tile.number, tile.memory.shape[0] - 1)
+def places_of(tile: Tile, owners: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the place of each pair in the memory of a tile, the last where it is in another."""
+    row, column = owners - tile.rows.start, tokens - tile.columns.start
+    num_rows, width = tile.logits.shape
+    inside = (row >= 0) & (row < num_rows) & (column >= 0) & (column < width)
+    place = row * tile.padded.shape[1] + column
+    return torch.where(inside, place, tile.memory.shape[0] - 1)
 
 
 def statistics(
@@ -105,7 +82,7 @@ def statistics(
     running = hidden.new_zeros(3, hidden.shape[0], dtype=logits.sums)
     running[0] = -torch.inf
     picked = hidden.new_zeros(pairs.tokens.shape[0], dtype=torch.float64)
-    fold, _, held, multiple = way_of(impl, logits, pairs, hidden)
+    fold, _, held, multiple = way_of(impl, pairs)
     for tile in tiles_of(logits, hidden, multiple):
         fold(logits, tile, held, running, picked, with_mean=with_mean)
     most, total, weighted = running.double().unbind()
@@ -114,11 +91,10 @@ def statistics(
     return logsumexp, torch.where(total == 0, 0.0, weighted / total), picked
 
 
-def way_of(impl: str, logits: Logits, pairs: Pairs, hidden: torch.Tensor) -> tuple[Any, ...]:
+def way_of(impl: str, pairs: Pairs) -> tuple[Any, ...]:
     """Return what folds a tile, what overwrites it, the pairs for both, and the stride's unit."""
     if impl == "torch":
-        held = PairsOfTiles(pairs, hidden, logits.weight.shape[0])
-        return fold_reference, slope_reference, held, 1
+        return fold_reference, slope_reference, (pairs.owners, pairs.tokens), 1
     from trajpack.kernels.logprobs.logit_statistics_triton import BLOCK, fold_forward, slope_forward
 
     return fold_forward, slope_forward, pairs, BLOCK
@@ -141,16 +117,16 @@ def transformed(
 
 
 def fold_reference(
-    logits: Logits, tile: Tile, pairs: PairsOfTiles, running: torch.Tensor, picked: torch.Tensor,
-    *, with_mean: bool,
+    logits: Logits, tile: Tile, pairs: tuple[torch.Tensor, ...], running: torch.Tensor,
+    picked: torch.Tensor, *, with_mean: bool,
 ) -> None:  # fmt: skip
     """Fold a tile into maximum, sum of exponentials, and sum of logits weighted by them.
 
     The logits of pairs go to ``picked`` instead.
     """
-    some, places = pairs.within(tile)
+    places = places_of(tile, *pairs)
     tile.memory[-1] = 0.0
-    picked[some] += tile.memory[places]
+    picked += tile.memory[places]
     tile.memory[places] = -torch.inf
     z, _ = transformed(
         tile.logits.to(running.dtype), logits.softcap, logits.temperature_of(tile.rows)
@@ -166,8 +142,8 @@ def fold_reference(
 
 
 def slope_reference(
-    logits: Logits, tile: Tile, pairs: PairsOfTiles, rates: torch.Tensor, of_picked: torch.Tensor,
-    *, with_mean: bool,
+    logits: Logits, tile: Tile, pairs: tuple[torch.Tensor, ...], rates: torch.Tensor,
+    of_picked: torch.Tensor, *, with_mean: bool,
 ) -> None:  # fmt: skip
     """Overwrite a tile by the gradient with respect to it; the mean has one if ``with_mean``.
 
@@ -180,8 +156,7 @@ def slope_reference(
     probability = (z - torch.where(logsumexp == -torch.inf, 0.0, logsumexp)).exp()
     rate = of_logsumexp + of_mean * (1 + z - mean) if with_mean else of_logsumexp
     tile.logits.copy_(torch.where(probability == 0, 0.0, probability * rate * slope))
-    some, places = pairs.within(tile)
-    tile.memory[places] = of_picked[some]
+    tile.memory[places_of(tile, *pairs)] = of_picked
 
 
 def gradients(
@@ -204,7 +179,7 @@ def gradients(
         if total is not None
     ]
     rates, of_picked = rates.to(sums), of_picked.to(hidden.dtype)
-    _, change, held, multiple = way_of(impl, logits, pairs, hidden)
+    _, change, held, multiple = way_of(impl, pairs)
     for tile in tiles_of(logits, hidden, multiple):
         change(logits, tile, held, rates, of_picked, with_mean=with_mean)
         if of_hidden is not None:
@@ -228,16 +203,18 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
         total.addmm_(left.to(total.dtype), right.to(total.dtype))
 
 
-def _run(  # noqa: PLR0913, PLR0917 - arguments of the op
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: torch.Tensor,
-    temperature: torch.Tensor | None, boundaries: torch.Tensor, tokens: torch.Tensor,
-    softcap: float, whole: bool, with_mean: bool, impl: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    logits = Logits(hidden, weight, bias, rows, temperature, softcap)
-    pairs = Pairs(boundaries, tokens)
+def _given(arguments: tuple[Any, ...]) -> tuple[Logits, Pairs, bool, dict[str, Any]]:
+    """Return what the arguments of the ops say: logits, pairs, whether all logits, and options."""
+    *head, boundaries, tokens, softcap, whole, with_mean, impl = arguments
+    options = {"with_mean": with_mean, "impl": impl}
+    return Logits._make((*head, softcap)), Pairs(boundaries, tokens), whole, options
+
+
+def _run(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits, pairs, whole, options = _given(arguments)
     if whole:
-        return statistics(logits, pairs, with_mean=with_mean, impl=impl)
-    mean = hidden.new_zeros(rows.shape[0], dtype=torch.float64)
+        return statistics(logits, pairs, **options)
+    mean = logits.hidden.new_zeros(logits.rows.shape[0], dtype=torch.float64)
     return mean - torch.inf, mean, pair_logits(logits, pairs)
 
 
@@ -263,22 +240,16 @@ def _backward(
     return *grads, *[None] * 8
 
 
-def _run_gradients(  # noqa: PLR0913, PLR0917 - arguments of the op
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: torch.Tensor,
-    temperature: torch.Tensor | None, boundaries: torch.Tensor, tokens: torch.Tensor,
-    softcap: float, whole: bool, with_mean: bool, impl: str,
-    rates: torch.Tensor, of_picked: torch.Tensor, needs: list[bool],
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    logits = Logits(hidden, weight, bias, rows, temperature, softcap)
-    pairs = Pairs(boundaries, tokens)
+def _run_gradients(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    *inputs, rates, of_picked, needs = arguments
+    logits, pairs, whole, options = _given(tuple(inputs))
     if whole:
-        of_rows, *of_head = gradients(
-            logits, pairs, rates, of_picked, needs=needs, with_mean=with_mean, impl=impl
-        )
+        of_rows, *of_head = gradients(logits, pairs, rates, of_picked, needs=needs, **options)
     else:
         of_rows, *of_head = pair_gradients(logits, pairs, of_picked, needs)
+    hidden = logits.hidden
     if of_rows is not None:
-        of_rows = sum_rows(of_rows, rows, hidden.shape[0]).to(hidden.dtype)
+        of_rows = sum_rows(of_rows, logits.rows, hidden.shape[0]).to(hidden.dtype)
     return tuple(hidden.new_empty(0) if one is None else one for one in (of_rows, *of_head))
 
 

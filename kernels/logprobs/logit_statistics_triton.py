@@ -42,15 +42,9 @@ def _pairs_in(tokens, first, end, column, width, PAIRS: tl.constexpr):
 @triton.jit(
     do_not_specialize=["stride", "column", "width", "softcap"],
     do_not_specialize_on_alignment=[
-        "temperature",
-        "most",
-        "total",
-        "weighted",
-        "boundaries",
-        "tokens",
-        "picked",
+        "temperature", "most", "total", "weighted", "boundaries", "tokens", "picked",
     ],
-)
+)  # fmt: skip
 def fold_kernel(
     tile, temperature, most, total, weighted, boundaries, tokens, picked, stride: tl.int64,
     column: tl.int64, width: tl.int32, softcap: tl.float64,
@@ -106,16 +100,10 @@ def fold_kernel(
 @triton.jit(
     do_not_specialize=["stride", "column", "width", "softcap"],
     do_not_specialize_on_alignment=[
-        "temperature",
-        "of_logsumexp",
-        "of_mean",
-        "logsumexp",
-        "mean",
-        "boundaries",
-        "tokens",
+        "temperature", "of_logsumexp", "of_mean", "logsumexp", "mean", "boundaries", "tokens",
         "of_picked",
     ],
-)
+)  # fmt: skip
 def slope_kernel(
     tile, temperature, of_logsumexp, of_mean, logsumexp, mean, boundaries, tokens, of_picked,
     stride: tl.int64, column: tl.int64, width: tl.int32, softcap: tl.float64,

@@ -1,19 +1,14 @@
-"""Packed tokens as a padded rectangle and back, for any dtype and trailing dimensions.
-
-The first touch of fresh memory dominates on the host. Results are taken from numpy, whose large
-arrays come in huge pages, and every byte of them is written once.
-"""
+"""Packed tokens as a padded rectangle and back, for any dtype and trailing dimensions."""
 
 from __future__ import annotations
 
 from typing import Any, Literal, TypeAlias, get_args
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
-from trajpack.kernels.fields.gather_fields import UNITS
+from trajpack.kernels.fields.stretches import moved
+from trajpack.kernels.fields.units import UNITS
 from trajpack.kernels.validation import (
     check_boundaries,
     check_choice,
@@ -24,15 +19,11 @@ from trajpack.kernels.validation import (
 
 Side: TypeAlias = Literal["left", "right"]
 Number: TypeAlias = bool | int | float | complex
-Ints: TypeAlias = npt.NDArray[np.int64]
-Array: TypeAlias = npt.NDArray[Any]
 
 MAX_ROWS = 2**31 - 4096
 """Most tokens, and largest ``max_seqlen``: kernels count in int32, up to a tile further."""
 BITS = {**UNITS, 16: torch.complex128}
 """Dtype that moves an element bit for bit, by the element's bytes."""
-SHORT = 1024
-"""Mean bytes of a sequence below which one gather is faster than a copy for each (measured)."""
 
 
 def pad(
@@ -101,12 +92,10 @@ def unpad(
     Args:
         padded: ``[batch, max_seqlen, *rest]`` of any dtype; moved bit for bit. Only trailing
             dimensions that are not contiguous are copied first; ``logits[:, :-1]`` is not.
-        cu_seqlens: ``[batch + 1]`` int32 boundaries of the result: starts at 0, ends at
-            ``num_tokens``, never decreases.
+        cu_seqlens: As for `pad`; they end at ``num_tokens``.
         num_tokens: Tokens of all sequences.
-        side: Side of the padding: ``"right"`` after the tokens, ``"left"`` before them.
-        impl: ``"auto"`` uses Triton for CUDA tensors and torch for all others. A named
-            implementation that cannot run raises.
+        side: As for `pad`.
+        impl: As for `pad`.
 
     Returns:
         ``[num_tokens, *rest]``, contiguous, of the dtype of ``padded``. Differentiable with
@@ -160,123 +149,12 @@ def _check_value(value: Number, dtype: torch.dtype) -> None:
         raise ValueError(f"pad: value must be in [{low}, {high}] for {kind}, got {value}")
 
 
-def _sequence_places(
-    cu_seqlens: torch.Tensor, max_seqlen: int, side: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return begin, end and length of the padding before each sequence, int64 ``[batch]``."""
-    begin, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
-    room = (max_seqlen - (end - begin)).clamp(min=0)
-    return begin, end, room if side == "left" else torch.zeros_like(room)
-
-
-def pad_reference(
-    packed: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    *,
-    value: Number = 0,
-    side: Side = "right",
-) -> torch.Tensor:
-    """Define `pad` in plain torch: each place looks up its token.
-
-    No value is read by the host, so it runs on any device.
-    """
-    bits = packed.view(BITS[packed.element_size()])
-    fill = torch.full((), value, dtype=packed.dtype, device=packed.device).view(bits.dtype)
-    begin, end, before = _sequence_places(cu_seqlens, max_seqlen, side)
-    position = torch.arange(max_seqlen, device=packed.device) - before[:, None]
-    token = begin[:, None] + position
-    holds = (position >= 0) & (token < end[:, None])
-    shape = (*holds.shape, *packed.shape[1:])
-    if packed.shape[0] == 0:
-        return fill.expand(shape).contiguous().view(packed.dtype)
-    moved = bits[token.clamp(0, packed.shape[0] - 1)]
-    holds = holds.reshape(*holds.shape, *[1] * (packed.ndim - 1))
-    return torch.where(holds, moved, fill).view(packed.dtype)
-
-
-def unpad_reference(
-    padded: torch.Tensor, cu_seqlens: torch.Tensor, num_tokens: int, *, side: Side = "right"
-) -> torch.Tensor:
-    """Define `unpad` in plain torch: each token looks up its sequence, then its place.
-
-    No value is read by the host, so it runs on any device.
-    """
-    batch, max_seqlen = padded.shape[:2]
-    bits = padded.view(BITS[padded.element_size()])
-    if batch == 0 or max_seqlen == 0:
-        return bits.new_zeros((num_tokens, *padded.shape[2:])).view(padded.dtype)
-    begin, end, before = _sequence_places(cu_seqlens, max_seqlen, side)
-    token = torch.arange(num_tokens, device=padded.device)
-    sequence = torch.searchsorted(end, token, right=True).clamp(max=batch - 1)
-    position = token - begin[sequence] + before[sequence]
-    held = (token < end[sequence]) & (position < max_seqlen)
-    moved = bits[sequence, position.clamp(0, max_seqlen - 1)]
-    held = held.reshape(-1, *[1] * (padded.ndim - 2))
-    return torch.where(held, moved, bits.new_zeros(())).view(padded.dtype)
-
-
-def _pad_on_host(
-    packed: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, *, value: Number, side: str
-) -> torch.Tensor:
-    source, ends = _bits(packed), cu_seqlens.numpy().astype(np.int64)
-    fill = _bits(torch.full((1,), value, dtype=packed.dtype, device="cpu"))[0]
-    out = np.empty((ends.size - 1, max_seqlen, *source.shape[1:]), source.dtype)
-    if source.nbytes < SHORT * len(out):
-        out[...] = fill
-        rows = out.reshape(len(out) * max_seqlen, *source.shape[1:])
-        rows[_places(ends, max_seqlen, side)] = source
-    else:
-        bounds = ends.tolist()
-        for row, begin, end in zip(out, bounds[:-1], bounds[1:], strict=True):
-            first = max_seqlen - (end - begin) if side == "left" else 0
-            last = first + end - begin
-            row[:first], row[first:last], row[last:] = fill, source[begin:end], fill
-    return torch.from_numpy(out).view(packed.dtype)
-
-
-def _unpad_on_host(
-    padded: torch.Tensor, cu_seqlens: torch.Tensor, num_tokens: int, side: str
-) -> torch.Tensor:
-    source, ends = _bits(padded), cu_seqlens.numpy().astype(np.int64)
-    max_seqlen = source.shape[1]
-    out = np.empty((num_tokens, *source.shape[2:]), source.dtype)
-    if out.nbytes < SHORT * len(source):
-        place = _places(ends, max_seqlen, side)
-        if source.flags.c_contiguous:
-            flat = source.reshape(len(source) * max_seqlen, *source.shape[2:])
-            np.take(flat, place, 0, out, mode="clip")  # in range; "raise" would copy twice
-        else:
-            out[...] = source[np.divmod(place, max(max_seqlen, 1))]
-    else:
-        bounds = ends.tolist()
-        for row, begin, end in zip(source, bounds[:-1], bounds[1:], strict=True):
-            first = max_seqlen - (end - begin) if side == "left" else 0
-            out[begin:end] = row[first : first + end - begin]
-    return torch.from_numpy(out).view(padded.dtype)
-
-
-def _bits(tensor: torch.Tensor) -> Array:
-    """Return the memory of a tensor as numbers that numpy knows; nothing is copied."""
-    bits: Array = tensor.detach().view(BITS[tensor.element_size()]).numpy()
-    return bits
-
-
-def _places(ends: Ints, max_seqlen: int, side: str) -> Ints:
-    """Return the index of each token among the ``batch · max_seqlen`` places."""
-    lengths = np.diff(ends)
-    first = np.arange(lengths.size) * max_seqlen
-    if side == "left":
-        first += max_seqlen - lengths
-    return np.arange(ends[-1]) + np.repeat(first - ends[:-1], lengths)
-
-
-def _pad_run(
+def _pad(
     packed: torch.Tensor,
     cu_seqlens: torch.Tensor,
     max_seqlen: int,
     value: Number,
-    side: Side,
+    side: str,
     impl: str,
 ) -> torch.Tensor:
     check_boundaries("pad", cu_seqlens, packed.shape[0], max_seqlen)
@@ -284,30 +162,41 @@ def _pad_run(
         from trajpack.kernels.rearrange.pad_triton import pad_forward
 
         return pad_forward(packed, cu_seqlens, max_seqlen, value, side)
-    on_host = packed.device.type == "cpu"
-    run = _pad_on_host if on_host else pad_reference
-    return run(packed, cu_seqlens, max_seqlen, value=value, side=side)
+    bits = packed.detach().view(BITS[packed.element_size()])
+    fill = torch.full((), value, dtype=packed.dtype, device=packed.device).view(bits.dtype)
+    first, begin, size = _places(cu_seqlens, max_seqlen, max_seqlen, side)
+    padded = moved(bits, first, begin, size, len(size) * max_seqlen, fill)
+    return padded.view(packed.dtype).view(len(size), max_seqlen, *packed.shape[1:])
 
 
-def _unpad_run(
-    padded: torch.Tensor, cu_seqlens: torch.Tensor, num_tokens: int, side: Side, impl: str
+def _unpad(
+    padded: torch.Tensor, cu_seqlens: torch.Tensor, num_tokens: int, side: str, impl: str
 ) -> torch.Tensor:
     check_boundaries("unpad", cu_seqlens, num_tokens, padded.shape[1])
     if impl == "triton":
         from trajpack.kernels.rearrange.pad_triton import unpad_forward
 
         return unpad_forward(padded, cu_seqlens, num_tokens, side)
-    if padded.device.type == "cpu":
-        return _unpad_on_host(padded, cu_seqlens, num_tokens, side)
-    return unpad_reference(padded, cu_seqlens, num_tokens, side=side)
+    bits = padded.detach().view(BITS[padded.element_size()])
+    (batch, max_seqlen, *rest), (step, stride, *inner) = bits.shape, bits.stride()
+    apart, rows = max_seqlen, batch * max_seqlen
+    if bits.numel() and stride and step % stride == 0:  # as of ``logits[:, :-1]``
+        apart = step // stride
+        rows = (batch - 1) * apart + max_seqlen
+        bits = bits.as_strided((rows, *rest), (stride, *inner))
+    first, begin, size = _places(cu_seqlens, max_seqlen, apart, side)
+    bits = bits.reshape(rows, *rest)
+    return moved(bits, begin, first, size, num_tokens, 0).view(padded.dtype)
 
 
-def _pad_fake(packed: torch.Tensor, cu_seqlens: Any, max_seqlen: int, *_: Any) -> torch.Tensor:
-    return packed.new_empty((cu_seqlens.shape[0] - 1, max_seqlen, *packed.shape[1:]))
-
-
-def _unpad_fake(padded: torch.Tensor, cu_seqlens: Any, num_tokens: int, *_: Any) -> torch.Tensor:
-    return padded.new_empty((num_tokens, *padded.shape[2:]))
+def _places(
+    cu_seqlens: torch.Tensor, max_seqlen: int, apart: int, side: str
+) -> tuple[torch.Tensor, ...]:
+    """Return each sequence's first place, in rows that begin ``apart``, first token, and size."""
+    begin, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    size = (end - begin).clamp(0, max_seqlen)
+    first = torch.arange(len(size), device=size.device) * apart
+    return first + (max_seqlen - size) if side == "left" else first, begin, size
 
 
 def _setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
@@ -317,29 +206,29 @@ def _setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
 
 
 def _pad_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    (cu_seqlens,) = ctx.saved_tensors
-    packed = torch.ops.trajpack.unpad(grad, cu_seqlens, ctx.shape[0], ctx.side, ctx.impl)
-    return packed, None, None, None, None, None
+    sizes = *ctx.saved_tensors, ctx.shape[0]
+    return torch.ops.trajpack.unpad(grad, *sizes, ctx.side, ctx.impl), *[None] * 5
 
 
 def _unpad_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    (cu_seqlens,) = ctx.saved_tensors
-    padded = torch.ops.trajpack.pad(grad, cu_seqlens, ctx.shape[1], 0, ctx.side, ctx.impl)
-    return padded, None, None, None, None
+    sizes = *ctx.saved_tensors, ctx.shape[1]
+    return torch.ops.trajpack.pad(grad, *sizes, 0, ctx.side, ctx.impl), *[None] * 4
 
 
 register_op(
     "pad(Tensor packed, Tensor cu_seqlens, SymInt max_seqlen, Scalar value, str side, str impl)"
     " -> Tensor",
-    _pad_run,
-    _pad_fake,
+    _pad,
+    lambda packed, cu_seqlens, max_seqlen, *_: packed.new_empty(
+        (cu_seqlens.shape[0] - 1, max_seqlen, *packed.shape[1:])
+    ),
     setup_context=_setup_context,
     backward=_pad_backward,
 )
 register_op(
     "unpad(Tensor padded, Tensor cu_seqlens, SymInt num_tokens, str side, str impl) -> Tensor",
-    _unpad_run,
-    _unpad_fake,
+    _unpad,
+    lambda padded, _, num_tokens, *__: padded.new_empty((num_tokens, *padded.shape[2:])),
     setup_context=_setup_context,
     backward=_unpad_backward,
 )

@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from trajpack.kernels.block_shapes import Launch, launch_on
-from trajpack.kernels.fields.gather_fields import UNITS
+from trajpack.kernels.block_shapes import launch_on
+from trajpack.kernels.fields.units import UNITS
 from trajpack.kernels.search_triton import find_segment, find_segments
 
 MAX_WIDTH = 2**31 - 4096
@@ -100,112 +100,74 @@ def unpad_kernel(
 
 
 def pad_forward(
-    packed: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    value: complex,
-    side: str,
+    packed: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, value: complex, side: str
 ) -> torch.Tensor:
     """Launch the kernel for boundaries that are contiguous."""
-    source = _Source("pad", packed, 1)
-    launch = _launch("pad_kernel", source)
     batch = cu_seqlens.shape[0] - 1
-    shape = (batch, max_seqlen, *packed.shape[1:])
-    whole, elements, tiles = _whole_tiles(packed, prod(shape), source.element, launch.block)
-    if tiles:
-        low, high = _fill(value, packed.dtype)
-        (stride,) = source.strides
-        with torch.cuda.device_of(packed):  # Triton launches on the current device
-            pad_kernel[(tiles,)](
-                source.memory, cu_seqlens, elements, packed.shape[0], batch, max_seqlen,
-                int(side == "left"), source.width, stride, low, high,
-                PER_UNIT=source.unit // source.element, BLOCK=launch.block, **launch.options,
-            )  # fmt: skip
-    return whole[: prod(shape)].view(shape)
+    shape, numbers = (batch, max_seqlen, *packed.shape[1:]), (packed.shape[0], batch, max_seqlen)
+    fill = _fill(value, packed.dtype)
+    return _launch("pad", pad_kernel, packed, shape, cu_seqlens, numbers, side=side, fill=fill)
 
 
 def unpad_forward(
     padded: torch.Tensor, cu_seqlens: torch.Tensor, num_tokens: int, side: str
 ) -> torch.Tensor:
     """Launch the kernel for boundaries that are contiguous."""
-    source = _Source("unpad", padded, 2)
-    launch = _launch("unpad_kernel", source)
-    batch, max_seqlen = padded.shape[:2]
-    shape = (num_tokens, *padded.shape[2:])
-    whole, elements, tiles = _whole_tiles(padded, prod(shape), source.element, launch.block)
-    if batch == 0:
-        whole.zero_()  # boundaries of no sequence that claim tokens
-    elif tiles:
-        row_stride, stride = source.strides
-        with torch.cuda.device_of(padded):  # Triton launches on the current device
-            unpad_kernel[(tiles,)](
-                source.memory, cu_seqlens, elements, num_tokens, batch, max_seqlen,
-                int(side == "left"), source.width, row_stride, stride,
-                PER_UNIT=source.unit // source.element, BLOCK=launch.block, **launch.options,
+    batch, max_seqlen, *rest = padded.shape
+    shape, numbers = (num_tokens, *rest), (num_tokens, batch, max_seqlen)
+    if batch == 0:  # boundaries of no sequence that claim tokens
+        return padded.new_zeros(shape)
+    return _launch("unpad", unpad_kernel, padded, shape, cu_seqlens, numbers, side=side)
+
+
+def _launch(
+    op: str, kernel, source: torch.Tensor, shape, cu_seqlens: torch.Tensor, numbers,
+    *, side: str, fill=(),
+) -> torch.Tensor:  # fmt: skip
+    """Return a result of ``shape`` that a kernel wrote in whole tiles.
+
+    A unit is the widest in which the rows of the source can be counted, and an element, two of
+    which make a unit of 16 bytes, is what the kernel moves.
+    """
+    size, lead = source.element_size(), 1 if op == "pad" else 2
+    if not _rows_are_dense(source, lead) or source.data_ptr() % size:
+        source = source.clone(memory_format=torch.contiguous_format)
+    row, lengths = prod(source.shape[lead:]), source.shape[:lead]
+    pairs = zip(source.stride(), lengths, strict=False)
+    steps = [step if length > 1 else 0 for step, length in pairs]
+    offsets = (source.storage_offset(), row, *steps)
+    unit = gcd(16, source.data_ptr(), *(size * offset for offset in offsets))
+    element, width = min(unit, 8), row * size // unit
+    if width > MAX_WIDTH:
+        raise ValueError(
+            f"{op}: a row must have at most {MAX_WIDTH} units of {unit} bytes, got {width}"
+        )
+    pairs = zip(steps, lengths, strict=True)
+    extent = row + sum(step * (length - 1) for step, length in pairs) if source.numel() else 0
+    memory = source.as_strided((extent,), (1,)).view(UNITS[element])
+    launch = launch_on(f"{op}_kernel, elements of {element}", source.get_device())
+    tile = launch.block * element
+    tiles = triton.cdiv(prod(shape) * size, tile)
+    whole = source.new_empty(tiles * tile // size)
+    if tiles:
+        with torch.cuda.device_of(source):  # Triton launches on the current device
+            kernel[(tiles,)](
+                memory, cu_seqlens, whole.view(UNITS[element]), *numbers, int(side == "left"),
+                width, *(step * size // unit for step in steps), *fill,
+                PER_UNIT=unit // element, BLOCK=launch.block, **launch.options,
             )  # fmt: skip
     return whole[: prod(shape)].view(shape)
-
-
-class _Source:
-    """A tensor as flat memory, counted in the widest unit that its rows allow.
-
-    A row is the dimensions from ``lead`` on. ``memory`` has elements of ``element`` bytes, two for
-    a unit of 16. ``width``, the size of a row, and ``strides``, those of the leading dimensions,
-    count units.
-    """
-
-    def __init__(self, op: str, tensor: torch.Tensor, lead: int) -> None:
-        size, shape = tensor.element_size(), tensor.shape
-        if not _rows_are_dense(tensor, lead) or tensor.data_ptr() % size:
-            tensor = tensor.clone(memory_format=torch.contiguous_format)
-        row = prod(shape[lead:])
-        steps = [
-            step if length > 1 else 0
-            for step, length in zip(tensor.stride()[:lead], shape[:lead], strict=True)
-        ]
-        offsets = (tensor.storage_offset(), row, *steps)
-        self.unit = gcd(16, tensor.data_ptr(), *(size * offset for offset in offsets))
-        self.element = min(self.unit, 8)
-        self.width = row * size // self.unit
-        self.strides = [step * size // self.unit for step in steps]
-        if self.width > MAX_WIDTH:
-            raise ValueError(
-                f"{op}: a row must have at most {MAX_WIDTH} units of {self.unit} bytes, "
-                f"got {self.width}"
-            )
-        extent = 0
-        if tensor.numel():
-            pairs = zip(steps, shape[:lead], strict=True)
-            extent = row + sum(step * (length - 1) for step, length in pairs)
-        self.memory = tensor.as_strided((extent,), (1,)).view(UNITS[self.element])
 
 
 def _rows_are_dense(tensor: torch.Tensor, lead: int) -> bool:
     dense = 1
     for length, stride in zip(
-        reversed(tensor.shape[lead:]), reversed(tensor.stride()[lead:]), strict=True
+        tensor.shape[: lead - 1 : -1], tensor.stride()[: lead - 1 : -1], strict=True
     ):
         if length > 1 and stride != dense:
             return tensor.numel() == 0
         dense *= length
     return True
-
-
-def _launch(kernel: str, source: _Source) -> Launch:
-    return launch_on(f"{kernel}, elements of {source.element}", source.memory.get_device())
-
-
-def _whole_tiles(
-    like: torch.Tensor, count: int, element: int, block: int
-) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Allocate ``count`` entries in whole tiles of ``block`` elements of ``element`` bytes.
-
-    Return the memory as entries and as elements, and the number of tiles.
-    """
-    tile = block * element
-    tiles = triton.cdiv(count * like.element_size(), tile)
-    whole = like.new_empty(tiles * tile // like.element_size())
-    return whole, whole.view(UNITS[element]), tiles
 
 
 def _fill(value: complex, dtype: torch.dtype) -> tuple[int, int]:

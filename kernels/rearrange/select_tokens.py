@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from enum import IntEnum
+from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 
 from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
-from trajpack.kernels.rearrange.segments import (
-    Number,
-    Rows,
-    Segment,
-    as_rows,
-    as_units,
-    check_segments,
-    rows_of,
-    select_on_host,
-)
+from trajpack.kernels.fields.stretches import copier, count_up, located, slices, taken
+from trajpack.kernels.fields.units import UNITS, Rows, as_rows, layouts_of, rows_of
 from trajpack.kernels.runs import MAX_TOKENS
-from trajpack.kernels.validation import check_choice, check_device, check_integer, check_tensor
+from trajpack.kernels.validation import (
+    check_boundaries,
+    check_choice,
+    check_device,
+    check_integer,
+    check_tensor,
+    values_to_check,
+)
 
+Number: TypeAlias = bool | int | float
 OP = "select_tokens"
 Positions: TypeAlias = Literal["continue", "zero"]
+
+
+class Segment(IntEnum):
+    """Rows of the table of segments. A segment is a stretch of the result."""
+
+    START = 0
+    """Index of its first token in the result; the next column's START ends the segment."""
+    SOURCE = 1
+    """Index of its first token in the sources."""
+    LENGTH = 2
+    """Tokens that it takes from the sources; its other tokens are padding."""
 
 
 class SelectedTokens(NamedTuple):
@@ -84,22 +97,16 @@ def select_tokens(
 class TokenSources:
     """Tensors over the same tokens, from which one table after another selects.
 
-    Args:
-        sources: As for `select_tokens`.
-        fills: As for `select_tokens`.
-
-    Raises:
-        TypeError, ValueError: As `select_tokens`.
+    Arguments and errors are those of `select_tokens`.
     """
 
     def __init__(self, sources: Sequence[torch.Tensor], fills: Sequence[Number]) -> None:
         self._sources = list(sources)
         _check_sources(OP, self._sources)
         if len(fills) != len(self._sources):
-            raise ValueError(
-                f"{OP}: fills must be {len(self._sources)}, one of each source, got {fills}"
-            )
-        self._rows = [rows_of(*pair) for pair in zip(self._sources, fills, strict=True)]
+            count = len(self._sources)
+            raise ValueError(f"{OP}: fills must be {count}, one of each source, got {fills}")
+        self._rows = [_layout_of(*pair) for pair in zip(self._sources, fills, strict=True)]
 
     def select(
         self,
@@ -115,7 +122,7 @@ class TokenSources:
         select: Callable[..., list[torch.Tensor]] = torch.ops.trajpack.select_tokens
         is_traced = type(table) is not torch.Tensor or torch.compiler.is_compiling()
         if table.device.type == "cpu" and not is_traced:
-            select = _run  # without the overhead of an op, a fifth of the time
+            select = _select  # without the overhead of an op, a fifth of the time
         *units, position_ids, segment_ids = select(
             self._units,
             table if table.stride(1) == 1 else table.contiguous(),
@@ -125,12 +132,12 @@ class TokenSources:
             chosen,
         )
         pairs = zip(units, self._sources, strict=True)
-        rows = [as_rows(flat, source, num_tokens) for flat, source in pairs]
+        rows = [as_rows(flat, num_tokens, one.dtype, one.shape[1:]) for flat, one in pairs]
         return SelectedTokens(rows, position_ids, segment_ids)
 
     @cached_property
     def _units(self) -> list[torch.Tensor]:
-        return [as_units(*pair) for pair in zip(self._sources, self._rows, strict=True)]
+        return [_as_units(*pair) for pair in zip(self._sources, self._rows, strict=True)]
 
 
 def merge_tokens(
@@ -172,14 +179,8 @@ def merge_tokens(
     _check_sources(op, [rows])
     _check_table(op, table, num_tokens, rows.device)
     _check_table(op, inverse, rows.shape[0], rows.device)
-    merged: torch.Tensor = torch.ops.trajpack.merge_tokens(
-        rows,
-        table.contiguous(),
-        inverse.contiguous(),
-        num_tokens,
-        fill,
-        resolve_impl(op, impl, rows),
-    )
+    tables, chosen = (table.contiguous(), inverse.contiguous()), resolve_impl(op, impl, rows)
+    merged: torch.Tensor = torch.ops.trajpack.merge_tokens(rows, *tables, num_tokens, fill, chosen)
     return merged
 
 
@@ -213,6 +214,25 @@ def _check_table(op: str, table: torch.Tensor, num_tokens: int, device: torch.de
     check_integer(op, "num_tokens", num_tokens, most=MAX_TOKENS)
 
 
+def _check_segments(op: str, table: torch.Tensor, num_tokens: int, num_sources: int) -> None:
+    """Raise if the values of a table can be read and it does not select ``num_tokens`` tokens."""
+    readable = values_to_check(table)
+    if readable is None:
+        return
+    start, source, given = readable.numpy().astype(np.int64)[: len(Segment)]
+    check_boundaries(op, readable[Segment.START], num_tokens, name="START of segments")
+    lengths, source, given = np.diff(start), source[:-1], given[:-1]
+    if (given < 0).any() or (given > lengths).any():
+        raise ValueError(f"{op}: no segment may take fewer than 0 tokens or more than it has")
+    taken = given > 0
+    low, high = source[taken].min(initial=0), (source + given)[taken].max(initial=0)
+    if low < 0 or high > num_sources:
+        raise ValueError(
+            f"{op}: segments must take tokens from 0 to {num_sources}, "
+            f"they take some from {low} to {high}"
+        )
+
+
 def select_reference(
     sources: Sequence[torch.Tensor],
     table: torch.Tensor,
@@ -224,75 +244,88 @@ def select_reference(
 
     No value is read by the host, so it runs on any device.
     """
-    start = table[Segment.START]
-    segment = torch.repeat_interleave(start.diff(), output_size=num_tokens)
-    offset = torch.arange(num_tokens, device=table.device) - start[segment]
-    token = table[Segment.SOURCE][segment] + offset
-    given = (offset < table[Segment.LENGTH][segment]) & (token >= 0)
-    given &= token < sources[0].shape[0]
+    segment, offset, token, given = located(num_tokens, *table[: len(Segment), :-1])
     rows = []
     for source, fill in zip(sources, fills, strict=True):
         padding = torch.full((), fill, dtype=source.dtype, device=source.device)
-        rest = source.shape[1:]
-        if source.shape[0] == 0:
-            rows.append(padding.expand((num_tokens, *rest)).clone())
-            continue
-        moved = source[torch.where(given, token, 0)]
-        rows.append(torch.where(given.view(-1, *[1] * len(rest)), moved, padding))
+        rows.append(taken(source, token, given, padding))
+    given &= (token >= 0) & (token < sources[0].shape[0])
     counted = torch.where(given, offset, 0) if positions == "zero" else offset
     return SelectedTokens(rows, counted, segment.int())
 
 
-def _select(
-    op: str,
+def _select_on_host(
     units: Sequence[torch.Tensor],
     table: torch.Tensor,
     num_tokens: int,
-    *,
     rows: Sequence[Rows],
     positions: str,
+) -> list[torch.Tensor]:
+    """Return the selected units of each source, then positions and segments.
+
+    Without ``positions`` it returns units alone. The table is valid.
+    """
+    start, source, given = table.numpy().astype(np.int64)[: len(Segment), :-1]
+    lengths = np.diff(start, append=num_tokens)
+    copied, outs = copier(num_tokens, start, source, given), []
+    for flat, row in zip(units, rows, strict=True):
+        array, rest = flat.numpy(), () if row.width == 1 else (row.width,)
+        out = np.empty((num_tokens, *rest), array.dtype)
+        copied(out, array.reshape(-1, *rest), row.fill)
+        outs.append(torch.from_numpy(out).view(-1))
+    if not positions:
+        return outs
+    counted, some = np.empty(num_tokens, np.int64), lengths > 0
+    count_up(counted, start[some], np.zeros_like(start[some]), lengths[some])
+    if positions == "zero":
+        for padding in slices(start + given, start + lengths):
+            counted[padding] = 0
+    segments = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    return [*outs, torch.from_numpy(counted), torch.from_numpy(segments)]
+
+
+def _layout_of(source: torch.Tensor, fill: Number) -> Rows:
+    offset = source.dtype.itemsize * int(source.storage_offset()) * source.is_contiguous()
+    return rows_of(source.dtype, source.shape[1:], _bytes_of(fill, source.dtype), offset)
+
+
+@lru_cache(maxsize=256)
+def _bytes_of(fill: Number, dtype: torch.dtype) -> bytes:
+    return bytes(torch.full((1,), fill, dtype=dtype, device="cpu").view(torch.uint8).tolist())
+
+
+def _as_units(source: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Return a source as a flat tensor of its units; a view if it is contiguous."""
+    source = source.detach().resolve_conj().resolve_neg()
+    return source.contiguous().view(-1).view(UNITS[rows.unit])
+
+
+def _select(
+    units: Sequence[torch.Tensor],
+    table: torch.Tensor,
+    num_tokens: int,
+    layouts: Sequence[int],
+    positions: str,
     impl: str,
+    op: str = OP,
 ) -> list[torch.Tensor]:
     """Return the selected units of each source; with ``positions`` also positions and segments."""
-    check_segments(op, table, num_tokens, units[0].shape[0] // rows[0].width)
+    rows = layouts_of(layouts)
+    _check_segments(op, table, num_tokens, units[0].shape[0] // rows[0].width)
     if impl == "triton":
         from trajpack.kernels.rearrange.select_tokens_triton import select_forward
 
         return select_forward(units, table, num_tokens, rows, positions)
     if table.device.type == "cpu":
-        return select_on_host(units, table, num_tokens, rows, positions)
+        return _select_on_host(units, table, num_tokens, rows, positions)
     shaped = [flat.view(-1, row.width) for flat, row in zip(units, rows, strict=True)]
     found = select_reference(shaped, table, num_tokens, [row.fill for row in rows], positions)
     places = [found.position_ids, found.segment_ids] if positions else []
     return [*(row.reshape(-1) for row in found.rows), *places]
 
 
-def _layouts(numbers: Sequence[int]) -> list[Rows]:
-    """Return the layouts that the op takes as flat integers."""
-    return [Rows(*numbers[at : at + 3]) for at in range(0, len(numbers), 3)]
-
-
-def _run(
-    units: Sequence[torch.Tensor],
-    table: torch.Tensor,
-    num_tokens: int,
-    layouts: list[int],
-    positions: str,
-    impl: str,
-) -> list[torch.Tensor]:
-    rows = _layouts(layouts)
-    return _select(OP, units, table, num_tokens, rows=rows, positions=positions, impl=impl)
-
-
-def _fake(
-    units: Sequence[torch.Tensor],
-    table: torch.Tensor,
-    num_tokens: int,
-    layouts: list[int],
-    positions: str,
-    impl: str,
-) -> list[torch.Tensor]:
-    pairs = zip(units, _layouts(layouts), strict=True)
+def _fake(units: Any, table: torch.Tensor, num_tokens: int, layouts: Any, *_: Any) -> Any:
+    pairs = zip(units, layouts_of(layouts), strict=True)
     outs = [flat.new_empty(num_tokens * row.width) for flat, row in pairs]
     return [*outs, table.new_empty(num_tokens, dtype=torch.int64), table.new_empty(num_tokens)]
 
@@ -300,29 +333,18 @@ def _fake(
 register_op(
     "select_tokens(Tensor[] sources, Tensor table, SymInt num_tokens, int[] layouts, "
     "str positions, str impl) -> Tensor[]",
-    _run,
+    _select,
     _fake,
 )
 
 
-def _run_merge(
-    rows: torch.Tensor,
-    table: torch.Tensor,
-    inverse: torch.Tensor,
-    num_tokens: int,
-    fill: Number,
-    impl: str,
+def _merge(
+    rows: torch.Tensor, table: torch.Tensor, inverse: Any, num_tokens: int, fill: Number, impl: str
 ) -> torch.Tensor:
-    layout = rows_of(rows, fill)
-    units = [as_units(rows, layout)]
-    (merged,) = _select(
-        "merge_tokens", units, table, num_tokens, rows=[layout], positions="", impl=impl
-    )
-    return as_rows(merged, rows, num_tokens)
-
-
-def _fake_merge(rows: torch.Tensor, table: Any, inverse: Any, num_tokens: int, *_: Any) -> Any:
-    return rows.new_empty((num_tokens, *rows.shape[1:]))
+    layout = _layout_of(rows, fill)
+    units = [_as_units(rows, layout)]
+    (merged,) = _select(units, table, num_tokens, layout, "", impl, "merge_tokens")
+    return as_rows(merged, num_tokens, rows.dtype, rows.shape[1:])
 
 
 def _setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
@@ -333,17 +355,15 @@ def _setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     table, inverse = ctx.saved_tensors
-    given = torch.ops.trajpack.merge_tokens(
-        grad.contiguous(), inverse, table, ctx.num_rows, 0, ctx.impl
-    )
-    return given, None, None, None, None, None
+    inputs = grad.contiguous(), inverse, table, ctx.num_rows, 0, ctx.impl
+    return torch.ops.trajpack.merge_tokens(*inputs), *[None] * 5
 
 
 register_op(
     "merge_tokens(Tensor rows, Tensor table, Tensor inverse, SymInt num_tokens, Scalar fill, "
     "str impl) -> Tensor",
-    _run_merge,
-    _fake_merge,
+    _merge,
+    lambda rows, table, inverse, num_tokens, *_: rows.new_empty((num_tokens, *rows.shape[1:])),
     setup_context=_setup_context,
     backward=_backward,
 )

@@ -17,7 +17,7 @@ import torch
 
 from trajpack.kernels.corrections.loss_weights import AGGREGATIONS
 from trajpack.kernels.dispatch import resolve_impl
-from trajpack.kernels.fields.gather_fields import UNITS
+from trajpack.kernels.fields.units import UNITS
 from trajpack.kernels.runs import MAX_TOKENS, RUN_WIDTH, Run
 from trajpack.kernels.validation import check_choice, check_tensor
 from trajpack.packing.conversion import check_memory
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from trajpack.kernels.corrections.loss_weights import Aggregation
     from trajpack.kernels.corrections.slots import Places
     from trajpack.kernels.dispatch import Impl
-    from trajpack.kernels.rearrange.segments import Number
+    from trajpack.kernels.rearrange.select_tokens import Number
     from trajpack.packing.credit.advantages import Own, Unit
     from trajpack.packing.credit.estimators import Estimator
     from trajpack.packing.micro_batches.micro_batch import MicroBatch

@@ -13,10 +13,10 @@ from trajpack.kernels.dispatch import Impl, check_not_captured, resolve_impl
 from trajpack.kernels.fields.gather_words import (
     KINDS,
     MAX_WORDS,
+    PIECE_WIDTH,
     gather_words,
     piece_table,
 )
-from trajpack.kernels.fields.pieces import PIECE_WIDTH
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.buffer.buffer import lazy_columns, write_batch
 from trajpack.packing.buffer.chains import ValidatedTurns, checked_labels, placed, take_numbers

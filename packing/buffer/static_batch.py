@@ -11,7 +11,7 @@ import torch
 
 from trajpack.kernels.dispatch import Impl, check_not_captured, resolve_impl
 from trajpack.kernels.fields.build import build_into, empty_memory, fields_of
-from trajpack.kernels.fields.gather_fields import empty_rows, gather_fields_into
+from trajpack.kernels.fields.gather_fields import empty_rows, gather_fields
 from trajpack.kernels.runs import MAX_TOKENS, Run
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.buffer.buffer import (
@@ -197,9 +197,9 @@ class StaticBatch:
                 impl=chosen,
             )
             if self.fields:
-                sources = arena.table("field_sources", counts.spans + 1)
-                layouts = self._layouts
-                gather_fields_into(self._rows, arena.stream, runs, sources, layouts, chosen)
+                sources, out = arena.table("field_sources", counts.spans + 1), self._rows
+                tables = runs, sources, self._layouts
+                gather_fields(arena.stream, *tables, counts.tokens, chosen, out=out)
         self._ran.add(chosen)
         return self.batch
 

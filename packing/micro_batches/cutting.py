@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from trajpack.kernels.dispatch import Impl, check_not_captured
-from trajpack.kernels.rearrange.segments import Number, Segment
-from trajpack.kernels.rearrange.select_tokens import TokenSources, merge_tokens
+from trajpack.kernels.rearrange.select_tokens import Number, Segment, TokenSources, merge_tokens
 from trajpack.packing.micro_batches.alignment import Alignment, Ints, Placement
 from trajpack.packing.micro_batches.micro_batch import MicroBatch, check_given
 

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from trajpack.kernels.dispatch import Impl
-from trajpack.kernels.rearrange.segments import Number
-from trajpack.kernels.rearrange.select_tokens import TokenSources
+from trajpack.kernels.rearrange.select_tokens import Number, TokenSources
 from trajpack.packing.batch.batch import UNALIGNED
 from trajpack.packing.micro_batches.alignment import Alignment, Placement
 from trajpack.packing.micro_batches.cutting import (

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 import numpy as np
 import torch
 
-from trajpack.kernels.fields.gather_fields import UNITS
+from trajpack.kernels.fields.units import UNITS
 from trajpack.kernels.scan.observations import PASSING
 from trajpack.packing.batch.batch import UNALIGNED, PackedBatch, SequenceOf
 from trajpack.packing.batch.storage import save
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from trajpack.kernels.corrections.importance_weights import Correction
     from trajpack.kernels.corrections.loss_weights import Aggregation
     from trajpack.kernels.dispatch import Impl
-    from trajpack.kernels.rearrange.segments import Number
+    from trajpack.kernels.rearrange.select_tokens import Number
     from trajpack.packing.credit.advantages import Own
     from trajpack.packing.credit.estimators import Estimator
     from trajpack.packing.types import Trajectory

@@ -16,8 +16,7 @@ from tests.packing.micro_batches.micro_batch_loops import (
     some_batch,
 )
 from trajpack import GRPO, plan_micro_batches
-from trajpack.kernels.rearrange.segments import Segment
-from trajpack.kernels.rearrange.select_tokens import select_reference, select_tokens
+from trajpack.kernels.rearrange.select_tokens import Segment, select_reference, select_tokens
 from trajpack.testing import assert_same_bits
 
 pytestmark = pytest.mark.gpu

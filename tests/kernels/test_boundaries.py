@@ -13,7 +13,7 @@ from trajpack import kernels
 from trajpack.kernels import validation
 from trajpack.kernels.credit.turns import Turns, scores_of_trajectories, spread as spread_turns
 from trajpack.kernels.fields.gather_fields import FieldLayout, gather_fields
-from trajpack.kernels.fields.pieces import PIECE_WIDTH, Piece
+from trajpack.kernels.fields.gather_words import PIECE_WIDTH, Piece
 from trajpack.kernels.groups.group_advantages import (
     Members,
     Rule,

@@ -14,16 +14,15 @@ import torch
 from compile_recorder import crowded_kernel, hinted_kernel, masked_kernel, shuffled_kernel
 
 from trajpack.kernels.corrections.importance_weights import Correction
-from trajpack.kernels.corrections.importance_weights_triton import PARTIALS, merge, weigh
-from trajpack.kernels.corrections.loss_weights_triton import share
+from trajpack.kernels.corrections.importance_weights_triton import importance_weights_forward
+from trajpack.kernels.corrections.loss_weights_triton import loss_weights_forward
 from trajpack.kernels.corrections.slots import Places
-from trajpack.kernels.corrections.slots_triton import WORDS, sum_slots
 from trajpack.kernels.credit.turns_triton import scores_forward, spread_forward
 from trajpack.kernels.fields.build import empty_memory
 from trajpack.kernels.fields.build_triton import write_fields
-from trajpack.kernels.fields.gather_fields import UNITS, RowLayout, empty_units
 from trajpack.kernels.fields.gather_fields_triton import write_rows
 from trajpack.kernels.fields.gather_words_triton import gather_words_forward
+from trajpack.kernels.fields.units import UNITS, Rows, empty_units
 from trajpack.kernels.groups.group_advantages import Rule
 from trajpack.kernels.groups.group_advantages_triton import (
     LONG,
@@ -34,7 +33,6 @@ from trajpack.kernels.logprobs.logit_statistics import Tile
 from trajpack.kernels.logprobs.logit_statistics_triton import BLOCK, fold_forward, slope_forward
 from trajpack.kernels.logprobs.pair_logits import Logits, Pairs
 from trajpack.kernels.rearrange.pad_triton import pad_forward, unpad_forward
-from trajpack.kernels.rearrange.segments import Rows
 from trajpack.kernels.rearrange.select_tokens_triton import select_forward
 from trajpack.kernels.reduce.segment_reduce_triton import FEWEST_ENTRIES, segment_reduce_forward
 from trajpack.kernels.reduce.whiten_triton import moments_forward, whiten_forward
@@ -70,10 +68,8 @@ DEMANDING = {
     "segment_reduce_forward": {"mean of float32, masked", "mean of float32, masked, in chunks"},
     "moments_forward": {"float64", "float64, numbers"},
     "whiten_forward": {"float64", "float64, numbers, own"},
-    "sum_slots": {"float64, bounds", "int64 ids, owners"},
-    "weigh": {"float32", "float64, bounds"},
-    "merge": {"by segment"},
-    "share": {"int64 ids, owners", "ends"},
+    "importance_weights_forward": {"float32", "float64, bounds"},
+    "loss_weights_forward": {"int64 ids, owners", "ends"},
     "fold_forward": {"bfloat16, all", "float64, all"},
     "slope_forward": {"bfloat16, all", "float64, all"},
 }
@@ -114,16 +110,16 @@ def launches_of_every_variant(device: str = "cpu") -> Launches:
 
 def launches_of_every_field(words: torch.Tensor, runs: torch.Tensor) -> Launches:
     """Extra fields of every unit, one and several to a row, one and several at once."""
-    fields = {unit: RowLayout(1, unit, -1, unit % 2) for unit in (1, 2, 4, 8)}
-    cases = {f"1 x {unit}": [field] for unit, field in fields.items()}
-    cases |= {f"3 x {unit}": [field._replace(width=3)] for unit, field in fields.items()}
-    cases["1 x 1, all tokens"] = [fields[1]._replace(generated_only=0)]
-    cases["1 x 2, generated"] = [fields[2]._replace(generated_only=1)]
-    several = [fields[1], fields[2]._replace(width=3), fields[4], fields[8]]
+    one, three = ([Rows(width, unit, -1) for unit in UNITS] for width in (1, 3))
+    cases = {f"{row.width} x {row.unit}": ([row], [row.unit % 2 > 0]) for row in (*one, *three)}
+    cases["1 x 1, all tokens"] = [one[0]], [False]
+    cases["1 x 2, generated"] = [one[1]], [True]
+    several = [one[0], three[1], one[2], one[3]], [True, False, False, False]
     cases["1 x 1 and 3 x 2 and 1 x 4 and 1 x 8"] = several
-    for label, layouts in cases.items():
+    for label, (layouts, masks) in cases.items():
         sources = torch.zeros((3, len(layouts)), dtype=torch.int64, device=words.device)
-        rows = {"layouts": layouts, "out": empty_units(layouts, 1500, words.device)}
+        out = empty_units(layouts, 1500, words.device)
+        rows = {"layouts": layouts, "masks": masks, "out": out}
         yield label, partial(write_rows, words, runs, sources, 1500, **rows)
     unaligned = torch.zeros(13, dtype=torch.int64, device=words.device)[1:].view(3, 4)
     shifted = words[1:], words[25:49].view(3, 8), unaligned
@@ -178,41 +174,30 @@ def launches_of_segments(cu_seqlens: torch.Tensor) -> Launches:
 
 def launches_of_importance(cu_seqlens: torch.Tensor) -> Launches:
     """Importance weights of both dtypes, without segments, by ids and by boundaries."""
-    device, rule = cu_seqlens.device, Correction()
+    device, rule = cu_seqlens.device, Correction(level="segment")
     ids = torch.zeros(99, dtype=torch.int32, device=device)
     mask = torch.zeros(99, dtype=torch.int8, device=device)
-    table = torch.zeros((9, WORDS), dtype=torch.int64, device=device)
     by_ids, by_bounds = Places(None, ids, None, 8, 8), Places(cu_seqlens, None, ids[1:9], 8, 8)
     for dtype in (torch.float32, torch.float64):
         x, name = torch.zeros(99, dtype=dtype, device=device), str(dtype).removeprefix("torch.")
-        yield name, partial(weigh, x, x, mask, rule, None, None)
+        weigh = partial(importance_weights_forward, x, x, mask)
+        yield name, partial(weigh, Correction(), None)
         for places, label in ((by_ids, f"{name}, ids"), (by_bounds, f"{name}, bounds")):
-            yield label, partial(sum_slots, mask, places, x, x)
-            yield label, partial(weigh, x, x, mask, rule, places, table)
-    partials = torch.zeros((PARTIALS, 8), dtype=torch.float64, device=device)
-    weights = torch.zeros(2048, device=device)
-    yield "by token", partial(merge, partials, weights, None, normalize=False)
-    yield "by segment", partial(merge, partials, weights, table[-1], normalize=True)
+            yield label, partial(weigh, rule, places)
 
 
 def launches_of_loss_weights(owners: torch.Tensor) -> Launches:
     """Ids of sequences, with and without groups, or none; masks of tokens, or their numbers."""
     device = owners.device
     mask, numbers = (torch.zeros(99, dtype=t, device=device) for t in (torch.int8, torch.int32))
-    table = torch.zeros((9, 1), dtype=torch.int64, device=device)
-    rows: dict[str, Any] = {"given": 0.0, "divides": True}
-    yield "no ids", partial(share, mask, None, None, table[-1], **rows)
+    share = partial(loss_weights_forward, denominator=None, given=0.0, divides=True)
+    yield "no ids", partial(share, mask, None)
     for dtype in (torch.int32, torch.int64):
         ids = torch.zeros(99, dtype=dtype, device=device)
         label, places = f"{dtype} ids".removeprefix("torch."), Places(None, ids, None, 8, 8)
-        yield label, partial(sum_slots, mask, places)
-        yield label, partial(share, mask, places, table, None, **rows)
-    places = Places(None, ids, owners, 9, 8)
-    yield f"{label}, owners", partial(sum_slots, mask, places)
-    yield f"{label}, owners", partial(share, mask, places, table, table[-1], **rows)
-    places = Places(None, None, owners, 98, 8)
-    yield "ends", partial(sum_slots, numbers, places)
-    yield "ends", partial(share, numbers, places, table, table[-1], **rows)
+        yield label, partial(share, mask, places, given=2.0)
+    yield f"{label}, owners", partial(share, mask, Places(None, ids, owners, 9, 8))
+    yield "ends", partial(share, numbers, Places(None, None, owners, 98, 8))
 
 
 def launches_of_logits(rows: torch.Tensor) -> Launches:
@@ -224,7 +209,7 @@ def launches_of_logits(rows: torch.Tensor) -> Launches:
         sums = torch.float64 if dtype == torch.float64 else torch.float32
         vectors = torch.zeros((4, 16), dtype=sums, device=rows.device)
         padded = memory.view(9, -1)
-        tile = Tile(slice(0, 9), slice(0, 99), padded[:, :99], padded, memory, 0)
+        tile = Tile(slice(0, 9), slice(0, 99), padded[:, :99], padded, memory)
         name = str(dtype).removeprefix("torch.")
         for label, temperature in ((name, None), (f"{name}, all", vectors[0].float())):
             logits = Logits(memory, memory, None, rows, temperature, 0.0)

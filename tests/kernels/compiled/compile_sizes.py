@@ -36,8 +36,8 @@ from trajpack.kernels.fields.build import empty_memory
 from trajpack.kernels.fields.build_triton import write_fields
 from trajpack.kernels.fields.gather_fields import FieldLayout, gather_fields
 from trajpack.kernels.fields.gather_words_triton import gather_words_forward
+from trajpack.kernels.fields.units import Rows
 from trajpack.kernels.rearrange.pad_triton import pad_forward, unpad_forward
-from trajpack.kernels.rearrange.segments import Rows
 from trajpack.kernels.rearrange.select_tokens_triton import select_forward
 from trajpack.kernels.reduce.segment_reduce_triton import segment_reduce_forward
 from trajpack.kernels.reduce.whiten_triton import moments_forward, whiten_forward

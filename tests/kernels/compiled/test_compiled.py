@@ -62,7 +62,7 @@ MOST_SCALARS_SPILLED = {"effects_kernel": 24, "scan_kernel": 32, "weigh_kernel":
 COPIES = ("build_kernel", "gather_fields_kernel", "gather_words_kernel", "pad_kernel")
 COPIES += ("unpad_kernel", "select_tokens_kernel")
 BARRIERS_OF_LAYOUTS = {("build_kernel", 2): 6, ("gather_fields_kernel", 8): 2}
-BARRIERS_OF_LAYOUTS |= {("select_tokens_kernel", 2): 4, ("select_tokens_kernel", 10): 6}
+BARRIERS_OF_LAYOUTS |= {("select_tokens_kernel", 2): 4, ("select_tokens_kernel", 4): 6}
 """Barriers that move tokens between layouts through shared memory, by kernel and searches."""
 
 
@@ -70,7 +70,7 @@ def searches_of(variant: Variant) -> int:
     """Return the number of searches in a copy kernel's code; its lanes search together."""
     fields = variant["inputs"].count(" x ")
     searches = {"build_kernel": 2, "gather_fields_kernel": 2 * fields, "gather_words_kernel": 1}
-    searches["select_tokens_kernel"] = 2 * fields + 2 * variant["inputs"].startswith("own")
+    searches["select_tokens_kernel"] = 2 * (fields > 0) + 2 * variant["inputs"].startswith("own")
     return (searches | {"pad_kernel": 0, "unpad_kernel": 2})[variant["kernel"]]
 
 

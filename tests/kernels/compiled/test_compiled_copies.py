@@ -11,7 +11,7 @@ import torch
 from tests.kernels.conftest import builds
 from trajpack.kernels.block_shapes import block_shape
 from trajpack.kernels.fields.build import FIELD_DTYPES
-from trajpack.kernels.fields.gather_fields import UNITS
+from trajpack.kernels.fields.units import UNITS
 
 ARCHITECTURES = {"80": "sm_80", "90": "sm_90", "gfx942": "gfx942"}
 ROW_KERNELS = ("pad_kernel", "unpad_kernel")

@@ -13,7 +13,6 @@ from trajpack.kernels.fields.gather_fields import (
     FieldLayout,
     empty_rows,
     gather_fields,
-    gather_fields_into,
 )
 from trajpack.kernels.runs import Run
 from trajpack.testing import assert_same_bits, random_build_inputs
@@ -101,10 +100,10 @@ def test_shapes_alone_are_enough_on_the_meta_device():
 
 def test_the_operator_is_registered_right(impl):
     words, runs, sources, num_tokens = random_inputs([3, 4])
-    layouts = [1, 1, 0, 1, 1, 8, 5, 0, 4, 4, -1, 1]
+    layouts, masks = [1, 1, 0, 1, 8, 5, 4, 4, -1], [True, False, True]
     operator = torch.ops.trajpack.gather_fields.default
     places = sources[:, :3] // 8 * 8
-    torch.library.opcheck(operator, (words, runs, places, num_tokens, layouts, impl))
+    torch.library.opcheck(operator, (words, runs, places, num_tokens, layouts, masks, impl))
 
 
 W, R, S, N = random_inputs([3, 4], FIELDS[:1])
@@ -131,8 +130,8 @@ def test_wrong_input_is_named(error, match, arguments):
 def test_memory_that_is_not_in_whole_tiles_is_refused(impl, cut):
     """The kernel's stores are not masked: they would go past its end."""
     (rows,) = empty_rows(FIELDS[:1], N, torch.device("cpu"))
-    gather_fields_into([rows], W, R, S, FIELDS[:1], impl)
+    gather_fields(W, R, S, FIELDS[:1], N, impl, out=[rows])
     assert_same_bits(rows, gather_fields(W, R, S, FIELDS[:1], N, impl)[0])
     short = cut(empty_rows(FIELDS[:1], N + 1, torch.device("cpu"))[0])
     with pytest.raises(ValueError, match="gather_fields: rows must be in whole tiles of 1024"):
-        gather_fields_into([short], W, R, S, FIELDS[:1], impl)
+        gather_fields(W, R, S, FIELDS[:1], N, impl, out=[short])

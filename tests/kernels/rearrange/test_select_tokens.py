@@ -10,9 +10,13 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from trajpack.kernels import validation
-from trajpack.kernels.rearrange import select_tokens_triton
-from trajpack.kernels.rearrange.segments import Segment
-from trajpack.kernels.rearrange.select_tokens import merge_tokens, select_reference, select_tokens
+from trajpack.kernels.rearrange.select_tokens import (
+    Segment,
+    merge_tokens,
+    select_reference,
+    select_tokens,
+)
+from trajpack.kernels.runs import TILE
 from trajpack.testing import assert_same_bits
 
 SOURCE_TOKENS = 1300
@@ -139,7 +143,7 @@ def test_memory_is_allocated_in_whole_tiles_for_the_unmasked_stores():
     selected = select_tokens(sources, table, num_tokens, fills, impl="triton")
     for rows in (*selected.rows, selected.position_ids, selected.segment_ids):
         units = rows.untyped_storage().nbytes() // max(rows.element_size(), 1)
-        assert units % select_tokens_triton.TILE == 0
+        assert units % TILE == 0
         assert units > rows.numel()
 
 

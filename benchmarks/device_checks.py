@@ -104,10 +104,8 @@ def candidates() -> list[tuple[str, int, int]]:
     """Return name, block and threads of the scans' rows, and of shapes around them."""
     return [
         (name, block, threads)
-        for name, rows in block_shapes.SHAPES.items()
-        for block, threads in product(
-            *([n, n // 2, 2 * n, 4 * n] for n in rows[block_shapes.DEFAULT][:2])
-        )
+        for name, shape in block_shapes.SHAPES.items()
+        for block, threads in product(*([n, n // 2, 2 * n, 4 * n] for n in shape[:2]))
         if "scan" in name and threads >= 32 and 1 <= block // threads <= 16
     ]
 
@@ -134,9 +132,7 @@ def in_a_process(shape: Sequence[str], setting: Setting) -> Row:
 def time_shape(name: str, block: int, threads: int, setting: Setting) -> Row:
     """Check a shape at a small size and return its times, of both regimes, by workload."""
     assert not any(module.endswith("scan_triton") for module in sys.modules), "has read its shape"
-    row = block_shapes.SHAPES[name][block_shapes.DEFAULT]
-    row = row._replace(block=block, threads=threads, most_registers=None)
-    block_shapes.SHAPES[name] = {block_shapes.DEFAULT: row}
+    block_shapes.SHAPES[name] = block_shapes.BlockShape(block, threads)
     with _kernels_run(setting):
         small = next(iter(setting.small.values()))
         drawn = (Drawn(small, device) for device in ("cpu", setting.device))

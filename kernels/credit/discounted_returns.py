@@ -7,6 +7,7 @@ import torch
 from trajpack.kernels.dispatch import Impl
 from trajpack.kernels.scan.credit_scan import scan_tokens
 from trajpack.kernels.scan.observations import Observation
+from trajpack.kernels.scan.scan_inputs import Scan
 
 
 def discounted_returns(
@@ -25,36 +26,23 @@ def discounted_returns(
 
         Gₜ = rₜ + discount · Gₜ₊₁          G = 0 past the last entry
 
-    Nothing crosses a segment boundary, and a segment's returns are bitwise the same
-    whatever it is packed with.
-
     Args:
         rewards: ``[entries]``, float32 or float64, one per turn (or per token).
         cu_seqlens: ``[segments + 1]`` int32 boundaries: starts at 0, ends at ``entries``,
             never decreases. A segment may be empty.
         discount: One for all segments, or a ``[segments]`` float32 or float64 tensor. Where
             powers of it pass the reach of float64, returns are infinite or NaN.
-        impl: ``"auto"`` uses Triton for CUDA tensors and torch for all others. A named
-            implementation that cannot run raises.
+        impl: As of `trajpack.kernels.gae`.
         loss_mask: ``[entries]`` bool: False for tokens that were not generated. Without it all
             were, or the entries are turns.
-        observation: Convention for tokens that were not generated, see
-            `trajpack.kernels.scan.observations.Observation`; unused without ``loss_mask``.
-        max_seqlen: Upper bound of a segment's length, if known. It decides how the work is cut.
-            A wrong bound costs time; results of segments beyond 4,096 entries may then differ by
-            rounding.
+        observation: As of `trajpack.kernels.gae`; unused without ``loss_mask``.
+        max_seqlen: As of `trajpack.kernels.gae`.
 
     Returns:
         ``[entries]`` float32, 0 where ``loss_mask`` is False; the sums are made in float64.
         Differentiable with respect to ``rewards``.
 
-    Raises:
-        TypeError: If a dtype or a type is none of the above.
-        ValueError: If shapes or devices disagree, ``observation`` is unknown, or ``max_seqlen`` is
-            negative. For tensors on the host also if boundaries do not go from 0 to ``entries``.
-
-    Cost: one launch where ``max_seqlen`` is at most 4,096 or there are at most 4,096 entries;
-    else two, and 16 bytes of scratch for 1,024 entries. No copy, no host synchronisation.
+    Errors, cost and the independence of segments are those of `trajpack.kernels.gae`.
 
     Example:
         >>> rewards = torch.tensor([-1.0, -1.0, 1.0, 5.0])
@@ -65,16 +53,6 @@ def discounted_returns(
     Reference:
         Sutton and Barto, Reinforcement Learning, 2nd edition, equation 3.9.
     """
-    returns, _ = scan_tokens(
-        "discounted_returns",
-        rewards,
-        cu_seqlens,
-        kind="returns",
-        gamma=discount,
-        gamma_name="discount",
-        loss_mask=loss_mask,
-        observation=observation,
-        impl=impl,
-        max_seqlen=max_seqlen,
-    )
-    return returns
+    scan = Scan(cu_seqlens, rewards, None, loss_mask, discount, observation=observation)
+    scan = scan._replace(kind="returns", max_seqlen=max_seqlen)
+    return scan_tokens("discounted_returns", scan, impl, gamma_name="discount")[0]

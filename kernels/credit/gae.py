@@ -7,7 +7,7 @@ import torch
 from trajpack.kernels.dispatch import Impl
 from trajpack.kernels.scan.credit_scan import scan_tokens
 from trajpack.kernels.scan.observations import Observation
-from trajpack.kernels.scan.scan_inputs import check_scan_inputs
+from trajpack.kernels.scan.scan_inputs import Scan, check_scan_inputs
 from trajpack.kernels.validation import check_boundaries, check_tensor
 
 
@@ -88,19 +88,8 @@ def gae(  # noqa: PLR0913 - a convention is an argument
         Schulman et al., High-Dimensional Continuous Control Using Generalized Advantage
         Estimation, arXiv 1506.02438, equations 11 to 16. λ by length: VAPO, arXiv 2504.05118.
     """
-    return scan_tokens(
-        "gae",
-        rewards,
-        cu_seqlens,
-        values=values,
-        gamma=gamma,
-        lam=lam,
-        loss_mask=loss_mask,
-        observation=observation,
-        bootstrap=bootstrap,
-        impl=impl,
-        max_seqlen=max_seqlen,
-    )
+    scan = Scan(cu_seqlens, rewards, values, loss_mask, gamma, lam, observation)
+    return scan_tokens("gae", scan._replace(bootstrap=bootstrap, max_seqlen=max_seqlen), impl)
 
 
 def td_lambda(  # noqa: PLR0913 - a convention is an argument
@@ -136,20 +125,9 @@ def td_lambda(  # noqa: PLR0913 - a convention is an argument
     Reference:
         Sutton and Barto, Reinforcement Learning, 2nd edition, equation 12.18.
     """
-    _, returns = scan_tokens(
-        "td_lambda",
-        rewards,
-        cu_seqlens,
-        values=values,
-        gamma=gamma,
-        lam=lam,
-        loss_mask=loss_mask,
-        observation=observation,
-        bootstrap=bootstrap,
-        impl=impl,
-        max_seqlen=max_seqlen,
-    )
-    return returns
+    scan = Scan(cu_seqlens, rewards, values, loss_mask, gamma, lam, observation)
+    scan = scan._replace(bootstrap=bootstrap, max_seqlen=max_seqlen)
+    return scan_tokens("td_lambda", scan, impl)[1]
 
 
 def turn_gae(  # noqa: PLR0913 - a convention is an argument
@@ -205,36 +183,22 @@ def turn_gae(  # noqa: PLR0913 - a convention is an argument
         AReaL's turn-level GAE (``areal/trainer/ppo/gae.py``); there a reward on a token between
         turns is lost.
     """
-    check_scan_inputs(
-        "turn_gae", rewards, cu_seqlens, loss_mask=None, observation="carry", values=values
-    )
+    scan = Scan(cu_seqlens, rewards, values, None, gamma, lam)
+    scan = scan._replace(bootstrap=bootstrap, max_seqlen=max_seqlen)
+    check_scan_inputs("turn_gae", scan)
     integers, num_tokens = (torch.int32, torch.int64), rewards.shape[0]
     check_tensor(
         "turn_gae", "turn_ids", turn_ids, dtypes=integers, device=rewards.device, entries=num_tokens
     )
     check_boundaries("turn_gae", cu_seqlens, num_tokens)
     generated = turn_ids >= 0
-    begins = torch.zeros(turn_ids.shape[0] + 1, dtype=torch.bool, device=turn_ids.device)
+    begins = torch.zeros(num_tokens + 1, dtype=torch.bool, device=turn_ids.device)
     begins[cu_seqlens.long()] = True
     opens = generated & (begins[:-1] | (turn_ids != turn_ids.roll(1)))
-    advantages, returns = scan_tokens(
-        "turn_gae",
-        rewards,
-        cu_seqlens,
-        values=values,
-        gamma=gamma,
-        lam=lam,
-        loss_mask=opens,
-        observation="carry",
-        bootstrap=bootstrap,
-        impl=impl,
-        max_seqlen=max_seqlen,
-    )
+    results = scan_tokens("turn_gae", scan._replace(loss_mask=opens), impl)
     if not num_tokens:
-        return advantages, returns
+        return results
     index = torch.arange(num_tokens, device=rewards.device)  # all tokens take the first one's
     first = torch.where(opens, index, 0).cummax(0).values
-    return (
-        torch.where(generated, advantages[first], 0.0),
-        torch.where(generated, returns[first], 0.0),
-    )
+    advantages, returns = (torch.where(generated, rows[first], 0.0) for rows in results)
+    return advantages, returns

@@ -1,25 +1,17 @@
-"""Credit of the turns of a batch: scans along turns, scores, and values copied to tokens."""
+"""Credit of the turns of a batch: scores of trajectories, and values copied to tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from trajpack.kernels.block_shapes import DEFAULT, block_shape
+from trajpack.kernels.block_shapes import block_shape
 from trajpack.kernels.dispatch import register_op
 from trajpack.kernels.fields.build import check_runs
-from trajpack.kernels.reduce.segment_reduce import segment_reduce_reference
+from trajpack.kernels.reduce.segment_reduce import segment_reduce_torch
 from trajpack.kernels.runs import Run
-from trajpack.kernels.scan.credit_scan import run_scan
-from trajpack.kernels.scan.scan_inputs import Limits, Scan, ScanChunks
-from trajpack.kernels.validation import (
-    check_boundaries,
-    check_indices,
-    check_segments_within,
-    values_to_check,
-)
+from trajpack.kernels.validation import check_boundaries, check_indices, values_to_check
 
 
 class Turns(NamedTuple):
@@ -45,76 +37,6 @@ class Scores(NamedTuple):
     with a score that is not 0. Only valid ones count, if ``masks``."""
 
 
-def credit_of_turns(  # noqa: PLR0913 - a convention is an argument
-    chunks: ScanChunks,
-    cu_turns: torch.Tensor,
-    turn_ids: torch.Tensor,
-    *,
-    num_positions: int,
-    max_seqlen: int | None = None,
-    gamma: float,
-    lam: float,
-    observation: str,
-    impl: str,
-    values: torch.Tensor | None = None,
-    bootstrap: torch.Tensor | None = None,
-    weights: Sequence[torch.Tensor] = (),
-    kl: Sequence[torch.Tensor] = (),
-    kl_estimator: str | None = None,
-    limits: Limits | None = None,
-    by_turn: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scan the chunks of each trajectory as one segment.
-
-    Args:
-        chunks: Scanned tokens of each turn; turns in order, trajectory after trajectory.
-        cu_turns: ``[trajectories + 1]`` int32 boundaries of the trajectories' turns.
-        turn_ids: ``[tokens]`` int32: turn that generated each token, or -1.
-        num_positions: Upper bound of the chunks' tokens.
-        max_seqlen: Upper bound of a trajectory's scanned tokens, if known. It decides how the work
-            is cut. A wrong bound costs time; results of trajectories beyond 4,096 scanned tokens
-            may then differ by rounding.
-        gamma: Discount from one token to the next.
-        lam: λ of GAE.
-        observation: Convention for tokens that were not generated.
-        impl: ``"torch"`` or ``"triton"``.
-        values: float32 ``[tokens]``.
-        bootstrap: float32 ``[trajectories]``: value behind the last token.
-        weights: Log-probabilities of the trained and of the sampling policy, float32 ``[tokens]``
-            each, for V-trace. Chunks then hold generated tokens alone, unless the others are steps.
-        kl: Log-probabilities of the sampling and of the reference policy.
-        kl_estimator: Estimator of the KL penalty.
-        limits: Bounds and weights of rewards, penalties and ratios.
-        by_turn: Whether a turn is one action. Its result is then at its first generated token;
-            the other entries are undefined.
-
-    Returns:
-        Advantages and returns, float32 ``[tokens]``, 0 where not generated.
-
-    Cost: one launch where ``max_seqlen`` or ``num_positions`` is at most 4,096, else two. No
-        copy, no host synchronisation.
-    """
-    results: tuple[torch.Tensor, torch.Tensor] = torch.ops.trajpack.credit_of_turns(
-        turn_ids,
-        cu_turns,
-        *chunks,
-        values,
-        bootstrap,
-        list(weights),
-        list(kl),
-        gamma,
-        lam,
-        observation,
-        list(limits or Limits()),
-        kl_estimator,
-        by_turn,
-        impl,
-        num_positions,
-        max_seqlen,
-    )
-    return results
-
-
 def scores_of_trajectories(  # noqa: PLR0913 - tables of a batch
     turn_rewards: torch.Tensor,
     turn_truncated: torch.Tensor,
@@ -136,19 +58,8 @@ def scores_of_trajectories(  # noqa: PLR0913 - tables of a batch
 
     Cost: one launch. No copy, no host synchronisation.
     """
-    return Scores(
-        *torch.ops.trajpack.scores_of_trajectories(
-            turn_rewards,
-            turn_truncated,
-            cu_generated,
-            cu_turns,
-            group_ids,
-            given,
-            clip,
-            masks,
-            impl,
-        )
-    )
+    tables = turn_rewards, turn_truncated, cu_generated, cu_turns, group_ids
+    return Scores(*torch.ops.trajpack.scores_of_trajectories(*tables, given, clip, masks, impl))
 
 
 def spread(
@@ -173,81 +84,44 @@ def spread(
     Cost: one launch, which writes 4 bytes of a token and reads the run table. No copy, no host
     synchronisation.
     """
+    rows = values, steps, index, others
     found: tuple[torch.Tensor, torch.Tensor] = torch.ops.trajpack.spread(
-        *turns, values, steps, index, others, weight, impl
+        *turns, *rows, weight, impl
     )
     return found
 
 
-def _run_credit(turn_ids: torch.Tensor, cu_turns: torch.Tensor, *inputs: Any) -> tuple[Any, Any]:
-    chunks, (values, bootstrap, weights, kl) = ScanChunks(*inputs[:5]), inputs[5:9]
-    gamma, lam, observation, limits, estimator, by_turn, impl, num_positions, longest = inputs[9:]
-    _check_chunks(chunks, cu_turns, turn_ids.shape[0], num_positions)
-    scan = Scan(
-        cu_turns,
-        turn_ids.shape[0],
-        num_positions,
-        values=values,
-        gamma=gamma,
-        lam=lam,
-        observation=observation,
-        bootstrap=bootstrap,
-        weights=tuple(weights) or None,
-        kl=tuple(kl) or None,
-        estimator=estimator,
-        chunks=chunks,
-        turn_ids=turn_ids,
-        by_turn=by_turn,
-        limits=Limits(*limits),
-        kind="vtrace" if weights else "gae",
-        max_seqlen=longest,
+def _run_scores(*inputs: Any) -> tuple[torch.Tensor, ...]:
+    turn_rewards, turn_truncated, cu_generated, cu_turns, group_ids, given, clip, masks, impl = (
+        inputs
     )
-    return run_scan(scan, impl)
-
-
-def _check_chunks(
-    chunks: ScanChunks, cu_turns: torch.Tensor, num_tokens: int, num_positions: int
-) -> None:
-    """Raise if the values of the tables can be read and lead out of the tokens."""
-    op, num_chunks = "credit_of_turns", chunks.rewards.shape[0]
-    check_boundaries(op, cu_turns, num_chunks, name="cu_turns", end="turns")
-    check_segments_within(op, "spans", chunks.spans, num_tokens)
-    check_segments_within(op, "cu_positions", chunks.cu_positions, num_positions)
-    readable = values_to_check(chunks.cu_positions)
-    if readable is not None:
-        begins = chunks.begins.cpu()
-        scanned = torch.stack([begins, begins + readable.diff()], 1)
-        check_segments_within(op, "chunks from begins", scanned, num_tokens)
-
-
-def _run_scores(
-    turn_rewards: torch.Tensor,
-    turn_truncated: torch.Tensor,
-    cu_generated: torch.Tensor,
-    cu_turns: torch.Tensor,
-    *inputs: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    group_ids, given, clip, masks, impl = inputs
     num_turns = turn_rewards.shape[0]
     check_boundaries("scores_of_trajectories", cu_turns, num_turns, name="cu_turns", end="turns")
     if impl == "triton":
         from trajpack.kernels.credit.turns_triton import scores_forward
 
-        tables = turn_rewards, turn_truncated, cu_generated, cu_turns, group_ids
-        return scores_forward(*tables, given, clip=clip, masks=masks)
+        return scores_forward(*inputs[:6], clip=clip, masks=masks)
     scores = given
     if scores is None:
-        scores = segment_reduce_reference(turn_rewards, cu_turns, None, "sum")
+        scores = segment_reduce_torch(turn_rewards, cu_turns, None, "sum")
     scores = scores.double().clamp(-clip, clip)
     ends = cu_turns[1:].long()
-    lengths = cu_generated[cu_turns.long()].diff()
-    has_turns = ends > cu_turns[:-1]
-    valid = torch.ones_like(has_turns)
+    valid = torch.ones_like(ends, dtype=torch.bool)
     if num_turns:
-        valid = ~(has_turns & turn_truncated[(ends - 1).clamp(min=0)])
+        valid = (ends == cu_turns[:-1]) | ~turn_truncated[(ends - 1).clamp(min=0)]
     counted = (group_ids >= 0) & valid if masks else group_ids >= 0
     shares = torch.stack([counted.sum(), (counted & (scores != 0)).sum()]).int()[None]
-    return scores, lengths, valid, shares
+    return scores, cu_generated[cu_turns.long()].diff(), valid, shares
+
+
+def _fake_scores(turn_rewards: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, ...]:
+    scores = turn_rewards.new_empty(inputs[2].shape[0] - 1)
+    lengths = torch.empty_like(scores, dtype=torch.int32)
+    parts = 1
+    if inputs[-1] == "triton":
+        parts = -(-scores.shape[0] // block_shape("scores_kernel").block)
+    valid = torch.empty_like(scores, dtype=torch.bool)
+    return scores, lengths, valid, lengths.new_empty((parts, 2))
 
 
 def _run_spread(
@@ -266,15 +140,13 @@ def _run_spread(
             check_indices("spread", "turns of runs", table[:-1, Run.TURN][generates], turns)
         return spread_forward(turn_ids.shape[0], runs, *inputs[:4], weight=weight)
     turn = turn_ids.long()
-    place = turn if index is None else _take(index, turn)
+    place = turn if index is None else _take(index, turn).long().where(turn >= 0, -1)
     spread = torch.zeros_like(turn_ids, dtype=torch.float32)
     if values is not None:
-        spread = _take(values, torch.where(turn < 0, -1, place.long()))
+        spread = _take(values, place)
     if steps is not None:
         spread = spread + weight * _take(steps, turn)
-    if others is None:
-        return spread, spread.new_empty(0)
-    return spread, _take(others, torch.where(turn < 0, -1, place.long()))
+    return spread, spread.new_empty(0) if others is None else _take(others, place)
 
 
 def _take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -282,35 +154,11 @@ def _take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return torch.cat([rows, rows.new_zeros(1)])[index]
 
 
-def _fake_credit(turn_ids: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    advantages = torch.empty_like(turn_ids, dtype=torch.float32)
-    return advantages, torch.empty_like(advantages)
-
-
-def _fake_scores(turn_rewards: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, ...]:
-    scores = turn_rewards.new_empty(inputs[2].shape[0] - 1)
-    lengths = torch.empty_like(scores, dtype=torch.int32)
-    valid = torch.empty_like(scores, dtype=torch.bool)
-    parts = 1
-    if inputs[-1] == "triton":
-        parts = -(-scores.shape[0] // block_shape("scores_kernel", DEFAULT).block)
-    return scores, lengths, valid, lengths.new_empty((parts, 2))
-
-
 def _fake_spread(turn_ids: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     spread = torch.empty_like(turn_ids, dtype=torch.float32)
     return spread, spread.new_empty(0) if inputs[4] is None else torch.empty_like(spread)
 
 
-register_op(
-    "credit_of_turns(Tensor turn_ids, Tensor cu_turns, Tensor cu_positions, Tensor begins, "
-    "Tensor spans, Tensor rewards, Tensor? truncated, Tensor? values, Tensor? bootstrap, "
-    "Tensor[] weights, Tensor[] kl, float gamma, float lam, str observation, float[] limits, "
-    "str? estimator, bool by_turn, str impl, SymInt num_positions, "
-    "SymInt? max_seqlen) -> (Tensor, Tensor)",
-    _run_credit,
-    _fake_credit,
-)
 register_op(
     "scores_of_trajectories(Tensor turn_rewards, Tensor turn_truncated, Tensor cu_generated, "
     "Tensor cu_turns, Tensor group_ids, Tensor? given, float clip, bool masks, str impl) "

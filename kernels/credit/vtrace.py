@@ -7,6 +7,7 @@ import torch
 from trajpack.kernels.dispatch import Impl
 from trajpack.kernels.scan.credit_scan import scan_tokens
 from trajpack.kernels.scan.observations import Observation
+from trajpack.kernels.scan.scan_inputs import Limits, Scan
 from trajpack.kernels.validation import check_number
 
 
@@ -85,20 +86,13 @@ def vtrace(  # noqa: PLR0913 - a convention is an argument
     clips = {"rho_clip": rho_clip, "c_clip": c_clip, "advantage_rho_clip": advantage_rho_clip}
     for name, clip in clips.items():
         check_number("vtrace", name, clip, above=0)
-    return scan_tokens(
-        "vtrace",
-        rewards,
-        cu_seqlens,
-        kind="vtrace",
-        values=values,
+    scan = Scan(cu_seqlens, rewards, values, loss_mask, gamma, lam, observation)
+    scan = scan._replace(
+        bootstrap=bootstrap,
         logprobs=logprobs,
         rollout_logprobs=rollout_logprobs,
-        clips=list(clips.values()),
-        gamma=gamma,
-        lam=lam,
-        loss_mask=loss_mask,
-        observation=observation,
-        bootstrap=bootstrap,
-        impl=impl,
+        limits=Limits(**clips),
+        kind="vtrace",
         max_seqlen=max_seqlen,
     )
+    return scan_tokens("vtrace", scan, impl)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
@@ -51,33 +52,11 @@ class Members(NamedTuple):
 class Rule(NamedTuple):
     """How a group's statistics make advantages: the arguments of `group_advantages`."""
 
-    baseline: str
-    scale: str
-    ddof: int
-    eps: float
-    singleton: str
-
-
-class GroupSums(NamedTuple):
-    """Statistics of the counted members of each group: float64 ``[groups]``."""
-
-    size: torch.Tensor
-    """Number of counted members."""
-    low: torch.Tensor
-    """Lowest score. Sums use ``score - low`` to avoid cancellation."""
-    high: torch.Tensor
-    second: torch.Tensor
-    """Second highest score, equal to ``high`` where two members have it."""
-    total: torch.Tensor
-    square: torch.Tensor
-    weight: torch.Tensor
-    """Sum of the lengths, if the baseline needs them."""
-    weighted: torch.Tensor
-    """Sum of length times ``score - low``."""
-    without_low: torch.Tensor
-    """Σ(score - mean)² without one member of the lowest score, for ``"leave_one_out_std"``."""
-    without_high: torch.Tensor
-    """The same without one member of the highest score."""
+    baseline: str = "mean"
+    scale: str = "std"
+    ddof: int = 1
+    eps: float = 1e-6
+    singleton: str = "raw"
 
 
 def group_advantages(  # noqa: PLR0913
@@ -164,21 +143,44 @@ def group_advantages(  # noqa: PLR0913
         SkyRL. `trajpack.kernels.groups.group_recipes` has the usual ones by name.
     """
     rule = Rule(baseline, scale, ddof, eps, singleton)
+    return compare(scores, group_ids, num_groups, rule, valid, impl, lengths)
+
+
+def compare(
+    scores: torch.Tensor,
+    group_ids: torch.Tensor,
+    num_groups: int,
+    rule: Rule,
+    valid: torch.Tensor | None,
+    impl: Impl,
+    lengths: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Check the arguments of `group_advantages`, and compute it."""
+    baseline, scale = rule.baseline, rule.scale
     check_tensor(OP, "scores", scores, dtypes=FLOATS, constant=True)
-    per = {"device": scores.device, "entries": scores.shape[0], "per": "member"}
-    check_tensor(OP, "group_ids", group_ids, dtypes=INTEGERS, **per)  # type: ignore[arg-type]
+    per: dict[str, Any] = {"device": scores.device, "entries": scores.shape[0], "per": "member"}
+    check_tensor(OP, "group_ids", group_ids, dtypes=INTEGERS, **per)
     check_integer(OP, "num_groups", num_groups, most=MAX_COUNT)
     check_integer(OP, "number of members", scores.shape[0], most=MAX_COUNT)
-    _check_rule(rule)
+    check_choice(OP, "baseline", baseline, get_args(Baseline))
+    check_choice(OP, "scale", scale, get_args(Scale))
+    check_choice(OP, "singleton", rule.singleton, get_args(Singleton))
+    if scale == "leave_one_out_std" and baseline != "leave_one_out":
+        raise ValueError(
+            f"{OP}: scale='leave_one_out_std' needs baseline='leave_one_out', got {baseline!r}"
+        )
+    if baseline == "second_best" and scale in ("std_about_baseline", "signed_mean"):
+        raise ValueError(f"{OP}: scale={scale!r} has no meaning with baseline='second_best'")
+    check_integer(OP, "ddof", rule.ddof, most=MAX_COUNT)
+    check_number(OP, "eps", rule.eps, least=0, finite=True)
     if valid is not None:
-        check_tensor(OP, "valid", valid, dtypes=(torch.bool,), **per)  # type: ignore[arg-type]
+        check_tensor(OP, "valid", valid, dtypes=(torch.bool,), **per)
     if baseline == "length_weighted" and lengths is None:
         raise ValueError(f"{OP}: baseline='length_weighted' needs lengths, got None")
     if lengths is not None:
         if baseline != "length_weighted":
             raise ValueError(f"{OP}: lengths are for baseline='length_weighted', got {baseline!r}")
-        numbers = (*INTEGERS, *FLOATS)
-        check_tensor(OP, "lengths", lengths, dtypes=numbers, constant=True, **per)  # type: ignore[arg-type]
+        check_tensor(OP, "lengths", lengths, dtypes=(*INTEGERS, *FLOATS), constant=True, **per)
     chosen = resolve_impl(OP, impl, scores)
     shares = None
     if chosen == "triton" and scale == "nonzero":
@@ -199,21 +201,6 @@ def members_of(group_ids: torch.Tensor, num_groups: int, impl: str) -> Members:
     group = torch.arange(num_groups + 1, device=group_ids.device)
     segments = torch.searchsorted(group_ids[order].long(), group, out_int32=True)
     return Members(group_ids, num_groups, order, segments)
-
-
-def _check_rule(rule: Rule) -> None:
-    baseline, scale = rule.baseline, rule.scale
-    check_choice(OP, "baseline", baseline, get_args(Baseline))
-    check_choice(OP, "scale", scale, get_args(Scale))
-    check_choice(OP, "singleton", rule.singleton, get_args(Singleton))
-    if scale == "leave_one_out_std" and baseline != "leave_one_out":
-        raise ValueError(
-            f"{OP}: scale='leave_one_out_std' needs baseline='leave_one_out', got {baseline!r}"
-        )
-    if baseline == "second_best" and scale in ("std_about_baseline", "signed_mean"):
-        raise ValueError(f"{OP}: scale={scale!r} has no meaning with baseline='second_best'")
-    check_integer(OP, "ddof", rule.ddof, most=MAX_COUNT)
-    check_number(OP, "eps", rule.eps, least=0, finite=True)
 
 
 def advantages_of(
@@ -259,129 +246,106 @@ def group_advantages_reference(
 ) -> torch.Tensor:
     """Define `group_advantages` in plain torch, on any device; no value is read by the host.
 
-    Sums are made in the members' order: ``index_put_`` of float64 adds serially on the host, and
-    after a stable sort on CUDA.
+    Every statistic has an entry for each member, that of its group. Sums are made in the members'
+    order: ``index_put_`` of float64 adds serially on the host, and after a stable sort on CUDA.
     """
     score, group = scores.double(), group_ids.long()
     counted = (group >= 0) & (group < num_groups)
     if valid is not None:
         counted = counted & valid
-    group = torch.where(counted, group, num_groups)  # one more group takes all other members
-    score = torch.where(counted, score, 0.0)
+    # one more group takes all other members
+    group, score = torch.where(counted, group, num_groups), torch.where(counted, score, 0.0)
 
     def total(rows: torch.Tensor) -> torch.Tensor:
-        return rows.new_zeros(num_groups + 1).index_put_((group,), rows, accumulate=True)
+        sums = rows.new_zeros(num_groups + 1)
+        return sums.index_put_((group,), rows, accumulate=True)[group]
 
     def extreme(rows: torch.Tensor, reduction: str, start: float) -> torch.Tensor:
-        return rows.new_full((num_groups + 1,), start).scatter_reduce_(0, group, rows, reduction)
+        ends = rows.new_full((num_groups + 1,), start)
+        return ends.scatter_reduce_(0, group, rows, reduction)[group]
 
+    size = total(counted.double())
     low, high = extreme(score, "amin", torch.inf), extreme(score, "amax", -torch.inf)
-    excess, size = score - low[group], total(counted.double())
-    second = high
-    weights = without_one = [torch.zeros_like(size)] * 2
-    if rule.baseline == "second_best":
-        best = score == high[group]
-        below = extreme(torch.where(best, -torch.inf, score), "amax", -torch.inf)
-        second = torch.where(total(best.double()) > 1, high, below)
+    excess = score - low  # whose sums avoid cancellation
+    sum_of_excess = total(excess)
+    mean = sum_of_excess / size.clamp(min=1)
+    squares = (total(excess * excess) - mean * sum_of_excess).clamp(min=0)
+    nothing = torch.zeros_like(mean)
+    shift, center, floor = low, mean, -torch.inf  # the baseline is shift + center
     if lengths is not None:
-        weights = [total(lengths.double()), total(lengths.double() * excess)]
-    if rule.scale == "leave_one_out_std":
-        width = high - low
-
-        def squares_without_one(end: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
-            at_end = score == end[group]
-            others = total(at_end.double()) - 1  # members at this end that stay
-            distance = torch.where(at_end, 0.0, distance)
-            sum_of_squares = total(distance * distance) + others * width * width
-            distances = total(distance) + others * width
-            return sum_of_squares - distances * distances / (size - 1).clamp(min=1)
-
-        of_low = squares_without_one(low, high[group] - score)
-        without_one = [of_low, squares_without_one(high, excess)]
-    sums = GroupSums(
-        size, low, high, second, total(excess), total(excess * excess), *weights, *without_one
-    )
+        weight, weighted = total(lengths.double()), total(lengths.double() * excess)
+        center = torch.where(weight == 0, mean, weighted / weight)
+    elif rule.baseline == "second_best":
+        below = extreme(torch.where(score == high, -torch.inf, score), "amax", -torch.inf)
+        second = torch.where(total((score == high).double()) > 1, high, below)
+        shift, center, floor = second, nothing, 0.0
+    elif rule.baseline == "none":
+        shift = center = nothing
     by_nonzero = counted.sum().double() / (counted & (score != 0)).sum().clamp(min=1)
-    shift, center, factor, floor = (term[group] for term in group_terms(sums, rule, by_nonzero))
-    excess = score - shift - center
-    advantage = excess * factor
+    factor, alone = _factor(rule, size, squares, low + mean, low + mean - shift - center)
+    if rule.baseline != "none" or rule.scale == "std":
+        factor = torch.where(high == low, 0.0, factor)
+    factor = torch.where(alone, 1.0 if rule.singleton == "raw" else 0.0, factor)
+    if rule.scale == "nonzero":
+        factor = factor * by_nonzero
+    factor = factor + (sum_of_excess - sum_of_excess)  # NaN where a score is not finite
+    away = torch.where(alone, score, score - shift - center)
+    advantage = away * factor
     if rule.scale == "leave_one_out_std":
-        own = GroupSums(*(of_groups[group] for of_groups in sums))
-        advantage = advantage / _std_of_others(score, excess, own, rule)
-    advantage = torch.where(advantage < floor, floor, advantage) + 0.0  # no -0
-    return torch.where(counted, advantage, 0.0).float()
+        advantage = advantage / _std_of_others(rule, score, (low, high), size, squares, away, total)
+    advantage = torch.where((advantage < floor) & ~alone, floor, advantage)
+    return torch.where(counted, advantage + 0.0, 0.0).float()  # no -0
+
+
+def _factor(
+    rule: Rule, size: torch.Tensor, squares: torch.Tensor, level: torch.Tensor, off: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the factor of ``score - baseline``, and whether a group is too small for the rule.
+
+    ``squares`` are Σ(score - mean)², ``level`` the mean, and ``off`` the mean less the baseline.
+    """
+    factor, alone = torch.ones_like(size), size <= 1
+    if rule.baseline == "leave_one_out":  # score - mean of the others is so much times score - mean
+        factor = size / (size - 1).clamp(min=1)
+    if rule.scale in ("std", "std_about_baseline"):
+        if rule.scale == "std_about_baseline":
+            squares = (squares + size * off * off) * factor * factor
+        divisor = (squares / (size - rule.ddof).clamp(min=1)).sqrt() + rule.eps
+        return factor / torch.where(divisor == 0, 1.0, divisor), alone | (size <= rule.ddof)
+    if rule.scale == "mean":
+        factor = torch.where(level > 0, factor / level, 0.0)
+    elif rule.scale == "signed_mean":
+        level = level + rule.eps
+        factor = factor / torch.where(level == 0, 1.0, level)
+    return factor, alone
 
 
 def _std_of_others(
-    score: torch.Tensor, excess: torch.Tensor, own: GroupSums, rule: Rule
+    rule: Rule,
+    score: torch.Tensor,
+    ends: tuple[torch.Tensor, torch.Tensor],
+    size: torch.Tensor,
+    squares: torch.Tensor,
+    away: torch.Tensor,
+    total: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """Return the standard deviation of the others plus ``eps``; 1 where all others are equal.
 
     Σ(score - mean)² of the others is that of all minus the member's own part. The part of the
     lowest or highest member may be nearly all of it, so these two have sums of their own.
     """
-    squares = own.square - own.total / own.size * own.total
-    others = squares - excess * excess * (own.size / (own.size - 1).clamp(min=1))
-    others = torch.where(score == own.low, own.without_low, others)
-    others = torch.where(score == own.high, own.without_high, others)
-    degrees = own.size - 1 - rule.ddof
+    rest = (size - 1).clamp(min=1)
+    others = squares - away * away * (size / rest)
+    for end, other in (ends, ends[::-1]):
+        at_end = score == end
+        stay, width = total(at_end.double()) - 1, end - other
+        distance = torch.where(at_end, 0.0, score - other)
+        distances = total(distance) + stay * width
+        own = total(distance * distance) + stay * width * width - distances * distances / rest
+        others = torch.where(at_end, own, others)
+    degrees = size - 1 - rule.ddof
     deviation = (others.clamp(min=0) / degrees.clamp(min=1)).sqrt()
     return torch.where((others > 0) & (degrees > 0), deviation + rule.eps, 1.0)
-
-
-def group_terms(
-    sums: GroupSums, rule: Rule, by_nonzero: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return shift, center, factor and floor of each group, float64 ``[groups]``.
-
-    A member's advantage is ``max((score - shift - center) * factor, floor)``. ``by_nonzero`` is
-    the number of all counted members by those with a nonzero score, 0-d.
-    """
-    size = sums.size
-    mean = sums.total / size.clamp(min=1)  # of the excess over the lowest score
-    shift, center, floor = _center(sums, rule, mean)
-    factor, alone = torch.ones_like(size), size <= 1
-    leaves_one_out = rule.baseline == "leave_one_out"
-    # score - mean of the others is n / (n - 1) times score - mean
-    stretch = size / (size - 1).clamp(min=1) if leaves_one_out else factor
-    if rule.scale in ("std", "std_about_baseline"):
-        squares = (sums.square - mean * sums.total).clamp(min=0)
-        if rule.scale == "std_about_baseline":
-            off = sums.low + mean - shift - center
-            squares = (squares + size * off * off) * stretch * stretch
-        divisor = (squares / (size - rule.ddof).clamp(min=1)).sqrt() + rule.eps
-        factor = 1 / torch.where(divisor == 0, 1.0, divisor)
-        alone = alone | (size <= rule.ddof)
-    elif rule.scale == "mean":
-        level = sums.low + mean
-        factor = torch.where(level > 0, 1 / level, 0.0)
-    elif rule.scale == "signed_mean":
-        level = sums.low + mean + rule.eps
-        factor = 1 / torch.where(level == 0, 1.0, level)
-    elif rule.scale == "nonzero":
-        factor = factor * by_nonzero
-    if leaves_one_out:
-        factor = factor * stretch
-    if rule.baseline != "none" or rule.scale == "std":
-        factor = torch.where(sums.high == sums.low, 0.0, factor)
-    of_one = (by_nonzero if rule.scale == "nonzero" else 1.0) if rule.singleton == "raw" else 0.0
-    factor = torch.where(alone, of_one, factor)
-    factor = factor + (sums.total - sums.total)  # NaN where a score is not finite
-    shift, center = (torch.where(alone, 0.0, term) for term in (shift, center))
-    return shift, center, factor, torch.where(alone, -torch.inf, floor)
-
-
-def _center(
-    sums: GroupSums, rule: Rule, mean: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    zero = torch.zeros_like(mean)
-    no_floor = zero - torch.inf
-    if rule.baseline == "length_weighted":
-        center = torch.where(sums.weight == 0, mean, sums.weighted / sums.weight)
-        return sums.low, center, no_floor
-    if rule.baseline == "second_best":
-        return sums.second, zero, zero
-    return (zero, zero, no_floor) if rule.baseline == "none" else (sums.low, mean, no_floor)
 
 
 def _run(

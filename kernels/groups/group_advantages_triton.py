@@ -101,10 +101,9 @@ def _sums(
 
 
 @triton.jit
-def _squares_without_one(
-    order, scores, valid, begin, end, end_score, other_score, others, BLOCK: tl.constexpr
-):
+def _squares_without_one(inputs, end_score, other_score, others, BLOCK: tl.constexpr):
     """Return Σ(score - mean)² without one member whose score is ``end_score``."""
+    order, scores, valid, begin, end = inputs
     at_end = tl.zeros((BLOCK,), tl.int32)
     distance = tl.zeros((BLOCK,), tl.float64)
     square = tl.zeros((BLOCK,), tl.float64)
@@ -126,57 +125,6 @@ def _squares_without_one(
 
 
 @triton.jit
-def _center(low, high, mean, one, other, BASELINE: tl.constexpr):
-    """Return shift, center and floor of `group_terms`; ``one`` and ``other`` are of `_sums`."""
-    shift = low
-    center = mean
-    floor = mean * 0 - float("inf")
-    if BASELINE == "length_weighted":
-        no_weight = one == 0
-        center = tl.where(no_weight, mean, other / tl.where(no_weight, 1.0, one))
-    elif BASELINE == "second_best":
-        shift = tl.where(one > 1, high, other)
-        center = 0.0
-        floor = 0.0
-    elif BASELINE == "none":
-        shift = 0.0
-        center = 0.0
-    return shift, center, floor
-
-
-@triton.jit
-def _factor(
-    count, low, high, mean, off, total, square, share, ddof, eps,
-    BASELINE: tl.constexpr, SCALE: tl.constexpr,
-):  # fmt: skip
-    """Return the factor of `group_terms`, and whether the group has no more than one member."""
-    factor = share
-    alone = count <= 1
-    stretch = 1.0
-    if BASELINE == "leave_one_out":
-        stretch = count / tl.maximum(count - 1.0, 1.0)
-    if SCALE == "std" or SCALE == "std_about_baseline":  # noqa: PLR1714 - Triton has no sets
-        squares = square - mean * total
-        squares = tl.where(squares < 0, 0.0, squares)
-        if SCALE == "std_about_baseline":
-            squares = (squares + count * off * off) * stretch * stretch
-        divisor = tl.sqrt(squares / tl.maximum(count - ddof, 1.0)) + eps
-        factor = 1.0 / tl.where(divisor == 0, 1.0, divisor)
-        alone = alone | (count <= ddof)
-    elif SCALE == "mean":
-        level = low + mean
-        factor = tl.where(level > 0, 1.0 / tl.where(level > 0, level, 1.0), 0.0)
-    elif SCALE == "signed_mean":
-        level = low + mean + eps
-        factor = 1.0 / tl.where(level == 0, 1.0, level)
-    if BASELINE == "leave_one_out":
-        factor = factor * stretch
-    if BASELINE != "none" or SCALE == "std":
-        factor = tl.where(high == low, 0.0, factor)
-    return factor, alone
-
-
-@triton.jit
 def _members_by_nonzero(shares, num_parts, BLOCK: tl.constexpr):
     """Return the counted members of all groups by those of them whose score is not 0."""
     counted = tl.zeros((BLOCK,), tl.int32)
@@ -192,73 +140,92 @@ def _members_by_nonzero(shares, num_parts, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["stride", "least", "most", "num_parts", "ddof", "raw"])
-def group_advantages_kernel(
+def group_advantages_kernel(  # noqa: C901, PLR0912 - branches of the compiler
     scores, order, segments, lengths, valid, shares, advantages, stride, least, most, num_parts,
     ddof, eps: tl.float64, raw,
     BASELINE: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the advantages of a group of ``least`` to ``most`` members."""
-    place = segments + tl.program_id(0) * stride
-    begin = tl.load(place)
-    end = tl.load(place + 1)
+    """Write the advantages of a group of ``least`` to ``most`` members, as the reference has them.
+
+    The baseline is ``shift + center``.
+    """
+    bounds = segments + tl.program_id(0) * stride
+    begin = tl.load(bounds)
+    end = tl.load(bounds + 1)
     if (end < begin) & (least == 0):  # a member of no group
         tl.store(advantages + tl.load(order + begin), 0.0)
     elif (end > begin) & (end - begin >= least) & (end - begin <= most):
-        _write_group(
-            scores, order, lengths, valid, shares, advantages, begin, end, num_parts, ddof, eps,
-            raw, BASELINE, SCALE, BLOCK,
-        )  # fmt: skip
-
-
-@triton.jit
-def _write_group(
-    scores, order, lengths, valid, shares, advantages, begin, end, num_parts, ddof, eps, raw,
-    BASELINE: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write the advantages of the members at [begin, end)."""
-    number, low, high = _extremes(order, scores, valid, begin, end, BLOCK)
-    low = tl.where(number > 0, low, 0.0)
-    count = number.to(tl.float64)
-    total, square, one, other = _sums(
-        order, scores, lengths, valid, begin, end, low, high, BASELINE, BLOCK
-    )
-    by_nonzero = tl.full((), 1.0, tl.float64)
-    if SCALE == "nonzero":
-        by_nonzero = _members_by_nonzero(shares, num_parts, BLOCK)
-    mean = total / tl.maximum(count, 1.0)
-    shift, center, floor = _center(low, high, mean, one, other, BASELINE)
-    off = low + mean - shift - center
-    factor, alone = _factor(
-        count, low, high, mean, off, total, square, by_nonzero, ddof, eps, BASELINE, SCALE
-    )
-    if SCALE == "leave_one_out_std":
-        squares = square - mean * total
+        number, low, high = _extremes(order, scores, valid, begin, end, BLOCK)
+        low = tl.where(number > 0, low, 0.0)
+        count = number.to(tl.float64)
+        total, square, one, other = _sums(
+            order, scores, lengths, valid, begin, end, low, high, BASELINE, BLOCK
+        )
+        by_nonzero = tl.full((), 1.0, tl.float64)
+        if SCALE == "nonzero":
+            by_nonzero = _members_by_nonzero(shares, num_parts, BLOCK)
+        mean = total / tl.maximum(count, 1.0)
+        shift = low
+        center = mean
+        if BASELINE == "length_weighted":
+            no_weight = one == 0
+            center = tl.where(no_weight, mean, other / tl.where(no_weight, 1.0, one))
+        elif BASELINE == "second_best":
+            shift = tl.where(one > 1, high, other)
+            center = 0.0
+        elif BASELINE == "none":
+            shift = 0.0
+            center = 0.0
+        factor = by_nonzero
+        alone = count <= 1
         others = count - 1.0
-        of_low = _squares_without_one(order, scores, valid, begin, end, low, high, others, BLOCK)
-        of_high = _squares_without_one(order, scores, valid, begin, end, high, low, others, BLOCK)
-        degrees = others - ddof
-        share_of_one = tl.where(degrees > 0, 1.0 / tl.maximum(degrees, 1.0), 0.0)
-    factor = tl.where(alone, raw * by_nonzero, factor) + (total - total)
-    shift = tl.where(alone, 0.0, shift)
-    center = tl.where(alone, 0.0, center)
-    floor = tl.where(alone, -float("inf"), floor)
-    at = begin
-    while at < end:
-        place = at + tl.arange(0, BLOCK)
-        member, exists, counts, score = _load_block(order, scores, valid, place, end)
-        excess = score - shift - center
-        advantage = excess * factor
-        if SCALE == "leave_one_out_std":
-            rest = squares - excess * excess * (count / tl.maximum(others, 1.0))
-            rest = tl.where(score == low, of_low, rest)
-            rest = tl.where(score == high, of_high, rest)
-            variance = tl.where(rest > 0, rest, 0.0) * share_of_one
-            advantage = advantage / tl.where(variance > 0, tl.sqrt(variance) + eps, 1.0)
-        if BASELINE == "second_best":
-            advantage = tl.where(advantage < floor, floor, advantage)
-        advantage = tl.where(counts, advantage, 0.0) + 0.0  # no -0
-        tl.store(advantages + member, advantage.to(tl.float32), mask=exists)
-        at += BLOCK
+        stretch = 1.0
+        if BASELINE == "leave_one_out":
+            stretch = count / tl.maximum(others, 1.0)
+        squares = square - mean * total
+        if SCALE == "std" or SCALE == "std_about_baseline":  # noqa: PLR1714 - Triton has no sets
+            spread = tl.where(squares < 0, 0.0, squares)
+            if SCALE == "std_about_baseline":
+                off = low + mean - shift - center
+                spread = (spread + count * off * off) * stretch * stretch
+            divisor = tl.sqrt(spread / tl.maximum(count - ddof, 1.0)) + eps
+            factor = 1.0 / tl.where(divisor == 0, 1.0, divisor)
+            alone = alone | (count <= ddof)
+        elif SCALE == "mean":
+            level = low + mean
+            factor = tl.where(level > 0, 1.0 / tl.where(level > 0, level, 1.0), 0.0)
+        elif SCALE == "signed_mean":
+            level = low + mean + eps
+            factor = 1.0 / tl.where(level == 0, 1.0, level)
+        elif SCALE == "leave_one_out_std":
+            inputs = order, scores, valid, begin, end
+            of_low = _squares_without_one(inputs, low, high, others, BLOCK)
+            of_high = _squares_without_one(inputs, high, low, others, BLOCK)
+            degrees = others - ddof
+            share_of_one = tl.where(degrees > 0, 1.0 / tl.maximum(degrees, 1.0), 0.0)
+        factor = factor * stretch
+        if BASELINE != "none" or SCALE == "std":
+            factor = tl.where(high == low, 0.0, factor)
+        factor = tl.where(alone, raw * by_nonzero, factor) + (total - total)
+        shift = tl.where(alone, 0.0, shift)
+        center = tl.where(alone, 0.0, center)
+        at = begin
+        while at < end:
+            place = at + tl.arange(0, BLOCK)
+            member, exists, counts, score = _load_block(order, scores, valid, place, end)
+            excess = score - shift - center
+            advantage = excess * factor
+            if SCALE == "leave_one_out_std":
+                rest = squares - excess * excess * (count / tl.maximum(others, 1.0))
+                rest = tl.where(score == low, of_low, rest)
+                rest = tl.where(score == high, of_high, rest)
+                variance = tl.where(rest > 0, rest, 0.0) * share_of_one
+                advantage = advantage / tl.where(variance > 0, tl.sqrt(variance) + eps, 1.0)
+            if BASELINE == "second_best":
+                advantage = tl.where((advantage < 0) & (alone == 0), 0.0, advantage)
+            advantage = tl.where(counts, advantage, 0.0) + 0.0  # no -0
+            tl.store(advantages + member, advantage.to(tl.float32), mask=exists)
+            at += BLOCK
 
 
 def group_advantages_forward(
@@ -279,41 +246,22 @@ def group_advantages_forward(
     members, num_groups = scores.shape[0], segments.shape[0] - (segments.ndim == 1)
     fill = torch.zeros if longest is None and segments.ndim == 1 else torch.empty
     advantages = fill(members, dtype=torch.float32, device=scores.device)
-    if members and num_groups:
-        advantages_of_sizes(
-            scores, segments, order, rule, advantages, lengths=lengths, valid=valid, shares=shares
-        )
-        if (members if longest is None else min(longest, members)) > LONG:
-            advantages_of_sizes(
-                scores, segments, order, rule, advantages,
-                lengths=lengths, valid=valid, shares=shares, long=True,
+    if not (members and num_groups):
+        return advantages
+    mask, raw = None if valid is None else valid.view(torch.uint8), int(rule.singleton == "raw")
+    num_parts = 0 if shares is None else shares.numel() // 2
+    sizes = {"group_advantages_kernel": (0, LONG)}
+    if (members if longest is None else min(longest, members)) > LONG:
+        sizes["group_advantages_kernel, long"] = (LONG + 1, 2**31 - 1)
+    with torch.cuda.device_of(scores):  # Triton launches on the current device
+        for kernel, (least, most) in sizes.items():
+            shape = launch_on(kernel, scores.get_device())
+            group_advantages_kernel[(num_groups,)](
+                scores, order, segments, lengths, mask, shares, advantages, segments.ndim, least,
+                most, num_parts, rule.ddof, rule.eps, raw,
+                BASELINE=rule.baseline, SCALE=rule.scale, BLOCK=shape.block, **shape.options,
             )  # fmt: skip
     return advantages
-
-
-def advantages_of_sizes(
-    scores: torch.Tensor,
-    segments: torch.Tensor,
-    order: torch.Tensor,
-    rule: Rule,
-    advantages: torch.Tensor,
-    *,
-    lengths: torch.Tensor | None = None,
-    valid: torch.Tensor | None = None,
-    shares: torch.Tensor | None = None,
-    long: bool = False,
-) -> None:
-    """Launch a program for each group, which ends at once if the group has another size."""
-    kernel = "group_advantages_kernel"
-    launch = launch_on(f"{kernel}, long" if long else kernel, scores.get_device())
-    with torch.cuda.device_of(scores):  # Triton launches on the current device
-        group_advantages_kernel[(segments.shape[0] - (segments.ndim == 1),)](
-            scores, order, segments, lengths, None if valid is None else valid.view(torch.uint8),
-            shares, advantages, segments.ndim, LONG + 1 if long else 0,
-            2**31 - 1 if long else LONG, 0 if shares is None else shares.numel() // 2, rule.ddof,
-            rule.eps, int(rule.singleton == "raw"), BASELINE=rule.baseline, SCALE=rule.scale,
-            BLOCK=launch.block, **launch.options,
-        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_groups", "num_members"])

@@ -1,4 +1,4 @@
-"""Group advantages by name: each fixes the arguments of `group_advantages` as its source does.
+"""Group advantages by name: each fixes the rule of `group_advantages` as its source does.
 
 r is a score, n the size of its group, and sums are over the group. `step_advantages` groups turns
 by state.
@@ -14,23 +14,18 @@ from trajpack.kernels.dispatch import Impl
 from trajpack.kernels.groups.group_advantages import (
     FLOATS,
     INTEGERS,
+    Rule,
     Singleton,
-    group_advantages,
+    compare,
     number_pairs,
 )
 from trajpack.kernels.validation import check_choice, check_tensor
 
 
 def grpo(
-    scores: torch.Tensor,
-    group_ids: torch.Tensor,
-    *,
-    num_groups: int,
-    eps: float = 1e-6,
-    singleton: Singleton = "raw",
-    valid: torch.Tensor | None = None,
-    impl: Impl = "auto",
-) -> torch.Tensor:
+    scores: torch.Tensor, group_ids: torch.Tensor, *, num_groups: int, eps: float = 1e-6,
+    singleton: Singleton = "raw", valid: torch.Tensor | None = None, impl: Impl = "auto",
+) -> torch.Tensor:  # fmt: skip
     """Return ``(r - mean) / (std + eps)``, with n - 1 under the variance.
 
     A group of one keeps its score, as in verl; others give it 0 (``singleton="zero"``).
@@ -45,26 +40,14 @@ def grpo(
     Reference:
         Shao et al. 2024, DeepSeekMath, arXiv 2402.03300; verl's ``grpo``.
     """
-    return group_advantages(
-        scores,
-        group_ids,
-        num_groups=num_groups,
-        eps=eps,
-        singleton=singleton,
-        valid=valid,
-        impl=impl,
-    )
+    rule = Rule("mean", "std", eps=eps, singleton=singleton)
+    return compare(scores, group_ids, num_groups, rule, valid, impl)
 
 
 def dr_grpo(
-    scores: torch.Tensor,
-    group_ids: torch.Tensor,
-    *,
-    num_groups: int,
-    singleton: Singleton = "raw",
-    valid: torch.Tensor | None = None,
-    impl: Impl = "auto",
-) -> torch.Tensor:
+    scores: torch.Tensor, group_ids: torch.Tensor, *, num_groups: int,
+    singleton: Singleton = "raw", valid: torch.Tensor | None = None, impl: Impl = "auto",
+) -> torch.Tensor:  # fmt: skip
     """Return ``r - mean``.
 
     A group of one keeps its score, as in verl; prime-rl and tinker give it 0
@@ -80,26 +63,14 @@ def dr_grpo(
         Liu et al. 2025, Understanding R1-Zero-Like Training, arXiv 2503.20783; verl's ``grpo``
         with ``norm_adv_by_std_in_grpo=False``.
     """
-    return group_advantages(
-        scores,
-        group_ids,
-        num_groups=num_groups,
-        scale="none",
-        singleton=singleton,
-        valid=valid,
-        impl=impl,
-    )
+    rule = Rule("mean", "none", singleton=singleton)
+    return compare(scores, group_ids, num_groups, rule, valid, impl)
 
 
 def rloo(
-    scores: torch.Tensor,
-    group_ids: torch.Tensor,
-    *,
-    num_groups: int,
-    singleton: Singleton = "raw",
-    valid: torch.Tensor | None = None,
-    impl: Impl = "auto",
-) -> torch.Tensor:
+    scores: torch.Tensor, group_ids: torch.Tensor, *, num_groups: int,
+    singleton: Singleton = "raw", valid: torch.Tensor | None = None, impl: Impl = "auto",
+) -> torch.Tensor:  # fmt: skip
     """Return ``r`` less the mean of the others, ``(n * r - sum) / (n - 1)``.
 
     A group of one keeps its score, as in verl's ``rloo``; its ``rloo_vectorized`` and SkyRL give
@@ -114,28 +85,14 @@ def rloo(
     Reference:
         Ahmadian et al. 2024, Back to Basics, arXiv 2402.14740; verl's ``rloo``.
     """
-    return group_advantages(
-        scores,
-        group_ids,
-        num_groups=num_groups,
-        baseline="leave_one_out",
-        scale="none",
-        singleton=singleton,
-        valid=valid,
-        impl=impl,
-    )
+    rule = Rule("leave_one_out", "none", singleton=singleton)
+    return compare(scores, group_ids, num_groups, rule, valid, impl)
 
 
 def opo(
-    scores: torch.Tensor,
-    group_ids: torch.Tensor,
-    lengths: torch.Tensor,
-    *,
-    num_groups: int,
-    singleton: Singleton = "raw",
-    valid: torch.Tensor | None = None,
-    impl: Impl = "auto",
-) -> torch.Tensor:
+    scores: torch.Tensor, group_ids: torch.Tensor, lengths: torch.Tensor, *, num_groups: int,
+    singleton: Singleton = "raw", valid: torch.Tensor | None = None, impl: Impl = "auto",
+) -> torch.Tensor:  # fmt: skip
     """Return ``r - sum(length * r) / sum(length)``.
 
     ``lengths`` ``[members]`` int32, int64, float32 or float64 counts each response's tokens. A
@@ -152,28 +109,14 @@ def opo(
         Hao et al. 2025, On-Policy RL with Optimal Reward Baseline, arXiv 2505.23585; verl's
         ``opo``.
     """
-    return group_advantages(
-        scores,
-        group_ids,
-        num_groups=num_groups,
-        baseline="length_weighted",
-        scale="none",
-        singleton=singleton,
-        lengths=lengths,
-        valid=valid,
-        impl=impl,
-    )
+    rule = Rule("length_weighted", "none", singleton=singleton)
+    return compare(scores, group_ids, num_groups, rule, valid, impl, lengths)
 
 
 def reinforce_plus_plus_baseline(
-    scores: torch.Tensor,
-    group_ids: torch.Tensor,
-    *,
-    num_groups: int,
-    singleton: Singleton = "raw",
-    valid: torch.Tensor | None = None,
-    impl: Impl = "auto",
-) -> torch.Tensor:
+    scores: torch.Tensor, group_ids: torch.Tensor, *, num_groups: int,
+    singleton: Singleton = "raw", valid: torch.Tensor | None = None, impl: Impl = "auto",
+) -> torch.Tensor:  # fmt: skip
     """Return ``r - mean``: the first half of the estimator.
 
     The second half whitens these over the tokens of the whole batch, once they stand at their
@@ -189,26 +132,14 @@ def reinforce_plus_plus_baseline(
     Reference:
         Hu et al. 2025, REINFORCE++, arXiv 2501.03262; verl's ``reinforce_plus_plus_baseline``.
     """
-    return group_advantages(
-        scores,
-        group_ids,
-        num_groups=num_groups,
-        scale="none",
-        singleton=singleton,
-        valid=valid,
-        impl=impl,
-    )
+    rule = Rule("mean", "none", singleton=singleton)
+    return compare(scores, group_ids, num_groups, rule, valid, impl)
 
 
 def max_rl(
-    scores: torch.Tensor,
-    group_ids: torch.Tensor,
-    *,
-    num_groups: int,
-    singleton: Singleton = "zero",
-    valid: torch.Tensor | None = None,
-    impl: Impl = "auto",
-) -> torch.Tensor:
+    scores: torch.Tensor, group_ids: torch.Tensor, *, num_groups: int,
+    singleton: Singleton = "zero", valid: torch.Tensor | None = None, impl: Impl = "auto",
+) -> torch.Tensor:  # fmt: skip
     """Return ``(r - mean) / mean``, and 0 in groups whose mean is not positive.
 
     So a group that rarely succeeds counts for more than one that often does. A group of one has
@@ -226,26 +157,14 @@ def max_rl(
         implements it. SkyRL's ``maxrl`` divides by a mean of either sign:
         ``group_advantages(scale="signed_mean")``.
     """
-    return group_advantages(
-        scores,
-        group_ids,
-        num_groups=num_groups,
-        scale="mean",
-        singleton=singleton,
-        valid=valid,
-        impl=impl,
-    )
+    rule = Rule("mean", "mean", singleton=singleton)
+    return compare(scores, group_ids, num_groups, rule, valid, impl)
 
 
 def gpg(
-    scores: torch.Tensor,
-    group_ids: torch.Tensor,
-    *,
-    num_groups: int,
-    singleton: Singleton = "raw",
-    valid: torch.Tensor | None = None,
-    impl: Impl = "auto",
-) -> torch.Tensor:
+    scores: torch.Tensor, group_ids: torch.Tensor, *, num_groups: int,
+    singleton: Singleton = "raw", valid: torch.Tensor | None = None, impl: Impl = "auto",
+) -> torch.Tensor:  # fmt: skip
     """Return ``alpha * (r - mean)``, with alpha the batch's members by those not scored 0.
 
     ``alpha = members / max(members with r != 0, 1)`` counts the whole batch, so an advantage
@@ -261,27 +180,15 @@ def gpg(
     Reference:
         Chu et al. 2025, GPG, arXiv 2504.02546; verl's ``gpg`` with ``f_norm=1``.
     """
-    return group_advantages(
-        scores,
-        group_ids,
-        num_groups=num_groups,
-        scale="nonzero",
-        singleton=singleton,
-        valid=valid,
-        impl=impl,
-    )
+    rule = Rule("mean", "nonzero", singleton=singleton)
+    return compare(scores, group_ids, num_groups, rule, valid, impl)
 
 
 def grpo_pass_at_k(
-    scores: torch.Tensor,
-    group_ids: torch.Tensor,
-    *,
-    num_groups: int,
-    scale: Literal["std", "none"] = "none",
-    eps: float = 1e-6,
-    valid: torch.Tensor | None = None,
-    impl: Impl = "auto",
-) -> torch.Tensor:
+    scores: torch.Tensor, group_ids: torch.Tensor, *, num_groups: int,
+    scale: Literal["std", "none"] = "none", eps: float = 1e-6,
+    valid: torch.Tensor | None = None, impl: Impl = "auto",
+) -> torch.Tensor:  # fmt: skip
     """Return the best score less the second best for the best of a group, and 0 for all others.
 
     If two tie for best, both get 0, and so does a group of one, which verl refuses.
@@ -297,17 +204,8 @@ def grpo_pass_at_k(
     Reference:
         Tang et al. 2025, arXiv 2503.19595; verl's ``grpo_passk``.
     """
-    return group_advantages(
-        scores,
-        group_ids,
-        num_groups=num_groups,
-        baseline="second_best",
-        scale=scale,
-        eps=eps,
-        singleton="zero",
-        valid=valid,
-        impl=impl,
-    )
+    rule = Rule("second_best", scale, eps=eps, singleton="zero")
+    return compare(scores, group_ids, num_groups, rule, valid, impl)
 
 
 def step_advantages(
@@ -362,13 +260,5 @@ def step_advantages(
         check_tensor(op, name, ids, dtypes=INTEGERS, device=device, entries=steps, per="step")
     check_choice(op, "scale", scale, ("std", "none"))
     pairs = number_pairs(task_ids, state_ids)
-    return group_advantages(
-        step_scores,
-        pairs,
-        num_groups=steps,
-        scale=scale,
-        eps=eps,
-        singleton=singleton,
-        valid=valid,
-        impl=impl,
-    )
+    rule = Rule("mean", scale, eps=eps, singleton=singleton)
+    return compare(step_scores, pairs, steps, rule, valid, impl)

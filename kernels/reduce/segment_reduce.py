@@ -175,50 +175,26 @@ def segment_reduce_reference(
 ) -> torch.Tensor:
     """Define the reductions "sum", "mean" and "max" in plain torch; no value is read by the host.
 
-    Sums of floats are made in float64 of each segment's own entries; sums of integers are
-    differences of a running int64 sum.
+    Sums are made in the entries' order, of floats in float64: ``index_put_`` adds serially on the
+    host, and after a stable sort on CUDA.
     """
-    begin, end = _bounds_of_segments(segments, x.shape[0])
+    owner, inside = owners_of_entries(segments, x.shape[0])
+    num_segments = segments.shape[0] - (segments.ndim == 1)
+    counted = inside if mask is None else inside & mask
+    owner = torch.where(counted, owner, num_segments)  # one more takes all that count nowhere
     if reduction == "max":
-        empty = float("-inf") if x.is_floating_point() else torch.iinfo(x.dtype).min
-        values = x if mask is None else x.masked_fill(~mask, empty)
-        if x.is_floating_point():
-            result = _reduce_floats("max", values, begin, end)
-        else:
-            owner, inside = owners_of_entries(segments, x.shape[0])
-            owner = torch.where(inside, owner, begin.shape[0])
-            result = x.new_full((begin.shape[0] + 1,), empty)
-            result = result.scatter_reduce(0, owner, values, "amax")[:-1]
-    elif x.is_floating_point() or x.dtype == torch.bool:
-        values = x.double() if mask is None else x.double().masked_fill(~mask, 0.0)
-        result = _reduce_floats("sum", values, begin, end)
+        least = float("-inf") if x.is_floating_point() else torch.iinfo(x.dtype).min
+        result = x.new_full((num_segments + 1,), least).scatter_reduce(0, owner, x, "amax")
     else:
-        values = x.long() if mask is None else x.long().masked_fill(~mask, 0)
-        running = torch.nn.functional.pad(values.cumsum(0), (1, 0))
-        result = running[end] - running[begin]
+        values = x.double() if x.is_floating_point() else x.long()
+        result = values.new_zeros(num_segments + 1).index_put_((owner,), values, accumulate=True)
     if reduction == "mean":
-        count = end - begin
-        if mask is not None:
-            count = segment_reduce_reference(mask, segments, None, "sum")
+        count = owner.new_zeros(num_segments + 1)
+        count = count.index_put_((owner,), torch.ones_like(owner), accumulate=True)
         result = result.double() / count.clamp(1)
     if result.is_floating_point():
         result = torch.where(result.isnan(), float("nan"), result + 0.0)  # one NaN, and no -0
-    return result.to(_dtype_of(x, reduction))
-
-
-def _reduce_floats(
-    reduction: str, values: torch.Tensor, begin: torch.Tensor, end: torch.Tensor
-) -> torch.Tensor:
-    """Reduce float ``values`` over each [begin, end), "sum" or "max", by torch.segment_reduce."""
-    empty = 0.0 if reduction == "sum" else float("-inf")
-    if not (begin.shape[0] and values.shape[0]) or values.device.type == "meta":
-        return values.new_full(begin.shape, empty)
-    begin = torch.where(begin < end, begin, values.shape[0])
-    order = torch.argsort(begin)
-    # edges of segments in ascending order: every second interval lies between two segments
-    edges = torch.stack([begin, end.where(begin < end, begin)], 1)[order].reshape(-1)
-    reduced = torch.segment_reduce(values, reduction, offsets=edges, initial=empty, unsafe=True)
-    return torch.empty_like(reduced[::2]).scatter(0, order, reduced[::2])
+    return result[:-1].to(_dtype_of(x, reduction))
 
 
 def segment_reduce_torch(
@@ -226,8 +202,7 @@ def segment_reduce_torch(
 ) -> torch.Tensor:
     """Compute `segment_reduce_reference` for ``impl="torch"``: on the host by numpy.
 
-    One ``ufunc.reduceat`` over 1M entries is 1 to 12 times faster than ``torch.segment_reduce``,
-    and 15 times and more faster than ``scatter_reduce`` of integers.
+    One ``ufunc.reduceat`` is more than 3 times as fast as ``index_put_`` and ``scatter_reduce``.
     """
     if x.device.type != "cpu":
         return segment_reduce_reference(x, segments, mask, reduction)

@@ -11,23 +11,26 @@ A row is a whole segment in one launch, or one chunk, whose lanes a second launc
 others: the same steps, hence the same bits. No float is added atomically. A fold adds two numbers
 at a time, so its order is the same in any layout of threads, on any architecture. Maxima of floats
 are those of integers in the same order, above which NaN stands.
+
+``FORM`` is whether a maximum is taken, and a mean; ``SIZES`` are ROWS, LANES, STEPS and CHUNK.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from trajpack.kernels.block_shapes import DEFAULT, block_shape, launch_on
+from trajpack.kernels.block_shapes import block_shape, launch_on
 from trajpack.kernels.search_triton import find_segment, find_segments
 
 ROWS = 4
-LANES = block_shape("segment_reduce", DEFAULT).block
+LANES = block_shape("segment_reduce").block
 """The same on every architecture: with CHUNK it settles the order of the sums."""
 STEPS = 8
-"""Loads of a thread that follow each other in a round. How many of them the compiler issues before
-it waits for the first is in `trajpack.kernels.block_shapes`."""
+"""Loads of a thread that follow each other in a round."""
 CHUNK = 2048
 LONGEST_ROW = 4096
 """Segments no longer than this are one row each: more rows would only cost a second launch."""
@@ -60,9 +63,11 @@ def _as_summand(x, MAX: tl.constexpr):
 
 
 @triton.jit
-def _neutral_tile(x, MAX: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
+def _neutral_tile(x, MAX: tl.constexpr, SIZES: tl.constexpr):
     """Return a tile of the result of no entries."""
     kind: tl.constexpr = x.dtype.element_ty
+    ROWS: tl.constexpr = SIZES[0]
+    LANES: tl.constexpr = SIZES[1]
     if not MAX:
         nothing = tl.zeros((ROWS, LANES), kind)
     elif kind.is_floating():
@@ -78,33 +83,19 @@ def _join(left, right, MAX: tl.constexpr):
 
 
 @triton.jit
-def _fold(tile, MAX: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """Reduce each row; floats are added in halves, an order that no layout can change."""
-    if MAX:
-        tile = tl.max(tile, 1)
-    elif tile.dtype.is_floating():
-        for level in tl.static_range(1, LANES.bit_length()):
-            tile = tl.sum(tl.reshape(tile, (ROWS, 2, LANES >> level)), 1)
-        tile = tl.reshape(tile, (ROWS,))
-    else:
-        tile = tl.sum(tile, 1)
-    return tile
-
-
-@triton.jit
-def _reduce_chunk(
-    x, mask, first, left, MAX: tl.constexpr, COUNT: tl.constexpr, HAS_MASK: tl.constexpr,
-    ROWS: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+def _reduce_chunk(x, mask, first, left, FORM: tl.constexpr, SIZES: tl.constexpr):
     """Reduce the next ``CHUNK`` of the ``left`` entries of each row, from ``first`` (int64) on.
 
-    Return the result of each lane and, where ``COUNT``, the entries that counted.
+    Return the result of each lane and, for masked means, the entries that counted.
     """
+    ROWS: tl.constexpr = SIZES[0]
+    LANES: tl.constexpr = SIZES[1]
+    STEPS: tl.constexpr = SIZES[2]
     lane = tl.arange(0, LANES)
-    nothing = _neutral_tile(x, MAX, ROWS, LANES)
+    nothing = _neutral_tile(x, FORM[0], SIZES)
     lanes = nothing
     counts = tl.zeros((ROWS, LANES), tl.int32)
-    left = tl.minimum(left, CHUNK)
+    left = tl.minimum(left, SIZES[3])
     longest = tl.max(left, 0)
     done = 0
     while done < longest:
@@ -116,39 +107,75 @@ def _reduce_chunk(
             offset = first[:, None] + place[None, :]
             entry = tl.load(x + offset, mask=counted, other=0)
             entries = entries + (entry,)  # type: ignore[assignment]
-            if HAS_MASK:
+            if mask is not None:
                 counted = tl.load(mask + offset, mask=counted, other=0) != 0
             marks = marks + (counted,)  # type: ignore[assignment]
         for step in tl.static_range(STEPS):
-            summand = tl.where(marks[step], _as_summand(entries[step], MAX), nothing)
-            lanes = _join(lanes, summand, MAX)
-            if COUNT:
+            summand = tl.where(marks[step], _as_summand(entries[step], FORM[0]), nothing)
+            lanes = _join(lanes, summand, FORM[0])
+            if FORM[1] and mask is not None:
                 counts += marks[step].to(tl.int32)
         done += STEPS * LANES
     return lanes, counts
 
 
-@triton.jit
-def _bounds_of_rows(segments, num_entries, num_segments, stride, ROWS: tl.constexpr):
-    """Return the segment of each row of a program, its first entry and its length."""
+@triton.jit(
+    do_not_specialize=["num_entries", "num_segments", "stride"],
+    do_not_specialize_on_alignment=["x", "mask", "segments", "out", "partials", "counts"],
+)
+def segment_reduce_kernel(  # noqa: C901, PLR0912 - branches of the compiler
+    x, mask, segments, out, partials, counts, num_entries, num_segments, stride,
+    FORM: tl.constexpr, SIZES: tl.constexpr,
+):  # fmt: skip
+    """A row is a segment, walked chunk by chunk; or its first chunk, and ``partials`` of others."""
+    ROWS: tl.constexpr = SIZES[0]
+    LANES: tl.constexpr = SIZES[1]
+    STEPS: tl.constexpr = SIZES[2]
+    MAX: tl.constexpr = FORM[0]
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     bounds = segments + row.to(tl.int64) * stride
     begin = tl.load(bounds, mask=row < num_segments, other=0)
     end = tl.load(bounds + 1, mask=row < num_segments, other=0)
     begin = tl.maximum(begin, 0)  # in bounds even for bad boundaries
-    return row, begin, tl.maximum(tl.minimum(end, num_entries), begin) - begin
-
-
-@triton.jit
-def _store_results(
-    x, out, row, num_segments, lanes, counts, length, MAX: tl.constexpr, MEAN: tl.constexpr,
-    HAS_MASK: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    total = _fold(lanes, MAX, ROWS, LANES)
-    if MEAN:
+    length = tl.maximum(tl.minimum(end, num_entries), begin) - begin
+    nothing = _neutral_tile(x, MAX, SIZES)
+    lanes = nothing
+    counted = tl.zeros((ROWS, LANES), tl.int32)
+    first, left = begin.to(tl.int64), length
+    if partials is not None:
+        left = tl.minimum(left, SIZES[3])
+    while tl.max(left, 0) > 0:
+        of_chunk, counted_there = _reduce_chunk(x, mask, first, left, FORM, SIZES)
+        lanes = _join(lanes, of_chunk, MAX)
+        counted += counted_there
+        first += SIZES[3]
+        left = tl.maximum(left - SIZES[3], 0)
+    if partials is not None:
+        others = tl.maximum(length - 1, 0) // SIZES[3]
+        most = tl.max(others, 0)
+        place = (begin // SIZES[3] + 1)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+        done = 0
+        while done < most:
+            for step in tl.static_range(STEPS):
+                known = (done + step < others)[:, None]
+                partial = tl.load(partials + place + step * LANES, mask=known, other=0)
+                lanes = _join(lanes, tl.where(known, partial, nothing), MAX)
+                if FORM[1] and mask is not None:
+                    counted += tl.load(counts + place + step * LANES, mask=known, other=0)
+            place += STEPS * LANES
+            done += STEPS
+    if MAX:
+        total = tl.max(lanes, 1)
+    elif lanes.dtype.is_floating():  # in halves, an order that no layout can change
+        for level in tl.static_range(1, LANES.bit_length()):
+            lanes = tl.sum(tl.reshape(lanes, (ROWS, 2, LANES >> level)), 1)
+        total = tl.reshape(lanes, (ROWS,))
+    else:
+        total = tl.sum(lanes, 1)
+    if FORM[1]:
         count = length
-        if HAS_MASK:
-            count = tl.sum(counts, 1)
+        if mask is not None:
+            count = tl.sum(counted, 1)
         total = total.to(tl.float64) / tl.maximum(count, 1).to(tl.float64)
     kind: tl.constexpr = out.dtype.element_ty
     result = total
@@ -163,100 +190,34 @@ def _store_results(
 
 
 @triton.jit(
-    do_not_specialize=["num_entries", "num_segments", "stride"],
-    do_not_specialize_on_alignment=["x", "mask", "segments", "out"],
-)
-def segment_reduce_kernel(
-    x, mask, segments, out, num_entries, num_segments, stride,
-    MAX: tl.constexpr, MEAN: tl.constexpr, HAS_MASK: tl.constexpr,
-    ROWS: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """A row is a segment, walked chunk by chunk."""
-    row, begin, length = _bounds_of_rows(segments, num_entries, num_segments, stride, ROWS)
-    lanes = _neutral_tile(x, MAX, ROWS, LANES)
-    counts = tl.zeros((ROWS, LANES), tl.int32)
-    first, left = begin.to(tl.int64), length
-    while tl.max(left, 0) > 0:
-        of_chunk, counted = _reduce_chunk(
-            x, mask, first, left, MAX, MEAN and HAS_MASK, HAS_MASK, ROWS, LANES, STEPS, CHUNK
-        )
-        lanes = _join(lanes, of_chunk, MAX)
-        counts += counted
-        first += CHUNK
-        left = tl.maximum(left - CHUNK, 0)
-    _store_results(
-        x, out, row, num_segments, lanes, counts, length, MAX, MEAN, HAS_MASK, ROWS, LANES
-    )
-
-
-@triton.jit(
     do_not_specialize=["num_entries", "num_segments", "num_windows"],
     do_not_specialize_on_alignment=["x", "mask", "cu_seqlens", "partials", "counts"],
 )
 def chunk_partials_kernel(
     x, mask, cu_seqlens, partials, counts, num_entries, num_segments, num_windows,
-    MAX: tl.constexpr, MEAN: tl.constexpr, HAS_MASK: tl.constexpr,
-    ROWS: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr, CHUNK: tl.constexpr,
+    FORM: tl.constexpr, SIZES: tl.constexpr,
 ):  # fmt: skip
     """A row is the chunk that starts in a window and does not begin its segment, if there is one.
 
     Window w is the entries [w * CHUNK, (w + 1) * CHUNK). Such a chunk's segment holds the entry
     at which the window starts, so there is at most one to a window; its lanes go there.
     """
-    exists = tl.program_id(0) * ROWS + tl.arange(0, ROWS) < num_windows
-    window = tl.minimum(tl.program_id(0) * ROWS + tl.arange(0, ROWS), num_windows - 1)
-    position = window * CHUNK
+    row = tl.program_id(0) * SIZES[0] + tl.arange(0, SIZES[0])
+    window = tl.minimum(row, num_windows - 1)
+    position = window * SIZES[3]
     low = find_segment(cu_seqlens, num_segments, tl.min(position, 0), 1)
     high = find_segment(cu_seqlens, num_segments, tl.max(position, 0), 1)
     segment = find_segments(cu_seqlens, low, high, position, 1)
     begin = tl.maximum(tl.load(cu_seqlens + segment), 0)
     end = tl.minimum(tl.load(cu_seqlens + segment + 1), num_entries)
-    left = tl.maximum(tl.maximum(end, position) - position - begin % CHUNK, 0)
-    left = tl.where(exists & (begin < position), left, 0)
-    first = position.to(tl.int64) + begin % CHUNK
-    lanes, counted = _reduce_chunk(
-        x, mask, first, left, MAX, MEAN and HAS_MASK, HAS_MASK, ROWS, LANES, STEPS, CHUNK
-    )
-    place = window[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    left = tl.maximum(tl.maximum(end, position) - position - begin % SIZES[3], 0)
+    left = tl.where((row < num_windows) & (begin < position), left, 0)
+    first = position.to(tl.int64) + begin % SIZES[3]
+    lanes, counted = _reduce_chunk(x, mask, first, left, FORM, SIZES)
+    place = window[:, None] * SIZES[1] + tl.arange(0, SIZES[1])[None, :]
     tl.store(partials + place, lanes, mask=left[:, None] > 0)
-    if MEAN and HAS_MASK:
+    if FORM[1] and mask is not None:
         tl.store(counts + place, counted, mask=left[:, None] > 0)
-
-
-@triton.jit(
-    do_not_specialize=["num_entries", "num_segments"],
-    do_not_specialize_on_alignment=["x", "mask", "cu_seqlens", "out", "partials", "counts"],
-)
-def chunk_fold_kernel(
-    x, mask, cu_seqlens, out, partials, counts, num_entries, num_segments,
-    MAX: tl.constexpr, MEAN: tl.constexpr, HAS_MASK: tl.constexpr,
-    ROWS: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """A row is a segment: its first chunk, and the partial results of the others."""
-    row, begin, length = _bounds_of_rows(cu_seqlens, num_entries, num_segments, 1, ROWS)
-    nothing = _neutral_tile(x, MAX, ROWS, LANES)
-    of_chunk, sum_of_counts = _reduce_chunk(
-        x, mask, begin.to(tl.int64), length, MAX, MEAN and HAS_MASK, HAS_MASK,
-        ROWS, LANES, STEPS, CHUNK,
-    )  # fmt: skip
-    lanes = _join(nothing, of_chunk, MAX)
-    others = tl.maximum(length - 1, 0) // CHUNK
-    most = tl.max(others, 0)
-    window = begin // CHUNK + 1
-    place = window[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    done = 0
-    while done < most:
-        for step in tl.static_range(STEPS):
-            known = (done + step < others)[:, None]
-            partial = tl.load(partials + place + step * LANES, mask=known, other=0)
-            lanes = _join(lanes, tl.where(known, partial, nothing), MAX)
-            if MEAN and HAS_MASK:
-                sum_of_counts += tl.load(counts + place + step * LANES, mask=known, other=0)
-        place += STEPS * LANES
-        done += STEPS
-    _store_results(
-        x, out, row, num_segments, lanes, sum_of_counts, length, MAX, MEAN, HAS_MASK, ROWS, LANES
-    )
 
 
 def segment_reduce_forward(
@@ -269,85 +230,35 @@ def segment_reduce_forward(
     max_seqlen: int | None,
 ) -> None:
     """Launch one kernel or two, by the sizes known to the host; all tensors are contiguous."""
-    few = x.shape[0] <= FEWEST_ENTRIES or (max_seqlen is not None and max_seqlen <= LONGEST_ROW)
-    if few or segments.ndim == 2:
-        return segment_rows(x, segments, mask, out, reduction)
-    partials, counts = chunk_partials(x, segments, mask, reduction)
-    return chunk_fold(x, segments, mask, out, reduction, partials, counts)
-
-
-def _options(x: torch.Tensor, mask: torch.Tensor | None, reduction: str) -> dict[str, int | bool]:
-    return {
-        "MAX": reduction == "max",
-        "MEAN": reduction == "mean",
-        "HAS_MASK": mask is not None,
-        "ROWS": ROWS,
-        "LANES": LANES,
-        "STEPS": STEPS,
-        "CHUNK": CHUNK,
+    entries, num_segments = x.shape[0], out.shape[0]
+    if not num_segments:
+        return
+    few = entries <= FEWEST_ENTRIES or (max_seqlen is not None and max_seqlen <= LONGEST_ROW)
+    rows, marks = _as_bytes(x), None if mask is None else _as_bytes(mask)
+    options: dict[str, Any] = {
+        "FORM": (reduction == "max", reduction == "mean"),
+        "SIZES": (ROWS, LANES, STEPS, CHUNK),
         **launch_on("segment_reduce", x.get_device()).options,
     }
-
-
-def segment_rows(
-    x: torch.Tensor,
-    segments: torch.Tensor,
-    mask: torch.Tensor | None,
-    out: torch.Tensor,
-    reduction: str,
-) -> None:
-    """Launch a row for each segment."""
-    if out.shape[0]:
-        with torch.cuda.device_of(x):  # Triton launches on the current device
-            segment_reduce_kernel[(triton.cdiv(out.shape[0], ROWS),)](
-                _as_bytes(x), _as_bytes(x if mask is None else mask), segments, out,
-                x.shape[0], out.shape[0], segments.ndim, **_options(x, mask, reduction),
-            )  # fmt: skip
-
-
-def chunk_partials(
-    x: torch.Tensor, cu_seqlens: torch.Tensor, mask: torch.Tensor | None, reduction: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch a row for each window; return ``[windows, LANES]`` partial results, and counts."""
-    windows = triton.cdiv(x.shape[0], CHUNK)
-    counted = windows if reduction == "mean" and mask is not None else 0
-    dtype = _dtype_of_partials(x, reduction)
-    partials = torch.empty((windows, LANES), dtype=dtype, device=x.device)
-    counts = torch.empty((counted, LANES), dtype=torch.int32, device=x.device)
-    num_segments = cu_seqlens.shape[0] - 1
-    if windows and num_segments:
-        with torch.cuda.device_of(x):
+    partials = counts = None
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        if not few and segments.ndim == 1:
+            windows = triton.cdiv(entries, CHUNK)
+            dtype = torch.float64 if x.is_floating_point() else torch.int64
+            if reduction == "max":
+                dtype = {4: torch.int32, 8: torch.int64}[x.element_size()]
+            partials = torch.empty((windows, LANES), dtype=dtype, device=x.device)
+            if reduction == "mean" and mask is not None:
+                counts = torch.empty((windows, LANES), dtype=torch.int32, device=x.device)
             chunk_partials_kernel[(triton.cdiv(windows, ROWS),)](
-                _as_bytes(x), _as_bytes(x if mask is None else mask), cu_seqlens, partials, counts,
-                x.shape[0], num_segments, windows, **_options(x, mask, reduction),
-            )  # fmt: skip
-    return partials, counts
-
-
-def chunk_fold(
-    x: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    mask: torch.Tensor | None,
-    out: torch.Tensor,
-    reduction: str,
-    partials: torch.Tensor,
-    counts: torch.Tensor,
-) -> None:
-    """Launch a row for each segment, with the partial results of the windows."""
-    if out.shape[0]:
-        with torch.cuda.device_of(x):
-            chunk_fold_kernel[(triton.cdiv(out.shape[0], ROWS),)](
-                _as_bytes(x), _as_bytes(x if mask is None else mask), cu_seqlens, out, partials,
-                counts, x.shape[0], out.shape[0], **_options(x, mask, reduction),
-            )  # fmt: skip
+                rows, marks, segments, partials, counts, entries, num_segments, windows, **options
+            )
+        segment_reduce_kernel[(triton.cdiv(num_segments, ROWS),)](
+            rows, marks, segments, out, partials, counts, entries, num_segments, segments.ndim,
+            **options,
+        )  # fmt: skip
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return bools as int8, which the kernels read."""
     return tensor.view(torch.int8) if tensor.dtype == torch.bool else tensor
-
-
-def _dtype_of_partials(x: torch.Tensor, reduction: str) -> torch.dtype:
-    if reduction == "max":
-        return {4: torch.int32, 8: torch.int64}[x.element_size()]
-    return torch.float64 if x.is_floating_point() else torch.int64

@@ -7,9 +7,8 @@ token, is ``decay·x + increment``; see `trajpack.kernels.scan.observations`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,17 +18,15 @@ from trajpack.kernels.corrections.penalties import estimate
 from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
 from trajpack.kernels.scan.observations import PASSING
 from trajpack.kernels.scan.scan_inputs import Limits, Scan, check_scan_inputs, split_rate
-from trajpack.kernels.validation import check_boundaries
+from trajpack.kernels.validation import check_boundaries, check_segments_within, values_to_check
 
 ROW = 64
 """Entries of a row on the host. Rows are cut from a segment's end: ROW fixes the order of sums."""
 ENTRIES_AT_ONCE = 2**16
 """Entries that the host walks together, so that they stay in the cache."""
 
-Coefficient: TypeAlias = torch.Tensor | float
-"""One number per entry, float64 ``[entries]``, or the same number for all."""
-Floats: TypeAlias = npt.NDArray[np.float64]
-Ints: TypeAlias = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 
 class EntryIndex:
@@ -37,6 +34,7 @@ class EntryIndex:
 
     def __init__(self, bounds: torch.Tensor, num_entries: int) -> None:
         self.bounds, self.num_entries = bounds, num_entries
+        self.entry = torch.arange(num_entries, device=bounds.device)
 
     @cached_property
     def segment(self) -> torch.Tensor:
@@ -46,22 +44,19 @@ class EntryIndex:
         lengths = torch.cat([starts[1:], end]) - starts
         return torch.repeat_interleave(lengths, output_size=self.num_entries)
 
-    def expand(self, number: Coefficient) -> Coefficient:
-        """Return a number of each segment at the segment's entries; a single number as it is."""
-        return number.index_select(0, self.segment) if isinstance(number, torch.Tensor) else number
+    def expand(self, of_segments: torch.Tensor) -> torch.Tensor:
+        """Return what each segment has at the segment's entries."""
+        return of_segments.index_select(0, self.segment)
 
     @cached_property
     def is_first(self) -> torch.Tensor:
         """Bool ``[entries]``: True on the first entry of each segment."""
-        return self._entries() == self.bounds.index_select(0, self.segment)
+        return self.entry == self.expand(self.bounds[:-1])
 
     @cached_property
     def is_last(self) -> torch.Tensor:
         """Bool ``[entries]``: True on the last entry of each segment."""
-        return self._entries() + 1 == self.bounds[1:].index_select(0, self.segment)
-
-    def _entries(self) -> torch.Tensor:
-        return torch.arange(self.num_entries, device=self.bounds.device)
+        return self.entry + 1 == self.expand(self.bounds[1:])
 
 
 class ScannedTokens(NamedTuple):
@@ -70,103 +65,80 @@ class ScannedTokens(NamedTuple):
     entries: EntryIndex
     rewards: torch.Tensor
     """float64."""
-    values: torch.Tensor
-    """float64; the scalar 0 without values."""
-    generated: torch.Tensor | None
-    """bool; ``None`` where all tokens were generated."""
+    generated: torch.Tensor
+    """bool."""
+    observation: str
+    """Convention for tokens that were not generated."""
     token: torch.Tensor | None = None
     """int64: token at each position, ``num_tokens`` where there is none; ``None`` where a position
     is a token."""
 
+    def rows_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return ``rows`` [tokens] at each position in float64, 0 where there is no token."""
+        rows = rows.double()
+        return rows if self.token is None else torch.cat([rows, rows.new_zeros(1)])[self.token]
 
-def scan_tokens(  # noqa: PLR0913 - all but three are keywords
-    op: str,
-    rewards: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    *,
-    gamma: float | torch.Tensor,
-    observation: str,
-    impl: Impl,
-    kind: str = "gae",
-    gamma_name: str = "gamma",
-    lam: float | torch.Tensor = 1.0,
-    values: torch.Tensor | None = None,
-    loss_mask: torch.Tensor | None = None,
-    bootstrap: torch.Tensor | None = None,
-    logprobs: torch.Tensor | None = None,
-    rollout_logprobs: torch.Tensor | None = None,
-    clips: Sequence[float] = (),
-    max_seqlen: int | None = None,
+    def passed_rewards(self) -> torch.Tensor:
+        """Return the rewards that skipped tokens pass to the last generated token before them."""
+        if self.observation == "carry":
+            return self.rewards
+        passes = self.entries.is_last & (self.observation == "compact")
+        return torch.where(passes, self.rewards, 0.0)
+
+    def states(
+        self,
+        decay: torch.Tensor,
+        increment: torch.Tensor,
+        start: torch.Tensor,
+        passed: torch.Tensor | float = 0.0,
+    ) -> torch.Tensor:
+        """Return the state behind each entry, by the convention where none was generated.
+
+        ``passed`` is the increment of tokens through which the state passes.
+        """
+        if self.observation in PASSING:
+            decay = torch.where(self.generated, decay, 1.0)
+            increment = torch.where(self.generated, increment, passed)
+        elif self.observation == "reset":
+            decay = torch.where(self.generated, decay, 0.0)
+        on_host = increment.device.type == "cpu"
+        run = exclusive_scan_on_host if on_host else exclusive_scan_reference
+        return run(decay, increment, start, self.entries.bounds)
+
+
+def scan_tokens(
+    op: str, scan: Scan, impl: Impl, *, gamma_name: str = "gamma"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check the arguments of the estimator ``op``, then run its scan.
+    """Check the arguments of the estimator ``op``, the fields of ``scan``, then run its scan.
 
-    Arguments are those of `trajpack.kernels.gae` and `trajpack.kernels.vtrace`; ``clips`` are the
-    three of V-trace. The second result is empty for ``kind="returns"``.
+    The second result is empty for ``kind="returns"``.
     """
-    over_tokens: dict[str, Any] = {} if kind == "returns" else {"values": values}
-    if kind == "vtrace":
-        over_tokens |= {"logprobs": logprobs, "rollout_logprobs": rollout_logprobs}
-    check_scan_inputs(
-        op,
-        rewards,
-        cu_seqlens,
-        loss_mask=loss_mask,
-        observation=observation,
-        bootstrap=bootstrap,
-        max_seqlen=max_seqlen,
-        **over_tokens,
-    )
-    gamma, gammas = split_rate(op, gamma_name, gamma, cu_seqlens)
-    lam, lams = split_rate(op, "lam", lam, cu_seqlens)
-    weighted = logprobs is not None and rollout_logprobs is not None
-    scan = Scan(
-        cu_seqlens,
-        rewards.shape[0],
-        rewards.shape[0],
-        rewards,
-        values,
-        loss_mask,
-        gamma,
-        lam,
-        observation,
-        gammas,
-        lams,
-        bootstrap,
-        (logprobs, rollout_logprobs) if weighted else None,  # type: ignore[arg-type]
-        limits=Limits()._replace(**dict(zip(Limits._fields[3:], clips, strict=False))),
-        kind=kind,
-        max_seqlen=max_seqlen,
-    )
-    return credit_scan(scan, op, resolve_impl(op, impl, rewards))
+    check_scan_inputs(op, scan)
+    gamma, gammas = split_rate(op, gamma_name, scan.gamma, scan.cu_seqlens)
+    lam, lams = split_rate(op, "lam", scan.lam, scan.cu_seqlens)
+    scan = scan._replace(gamma=gamma, gammas=gammas, lam=lam, lams=lams)
+    rows = (one.contiguous() if isinstance(one, torch.Tensor) else one for one in scan)
+    assert scan.rewards is not None
+    return credit_scan(Scan(*rows), op, resolve_impl(op, impl, scan.rewards))
 
 
 def credit_scan(scan: Scan, op: str, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call the op ``trajpack::credit_scan`` for a scan without chunks, which is not checked."""
-    rows = (scan.values, scan.loss_mask, scan.bootstrap, *(scan.weights or (None, None)))
-    assert scan.rewards is not None
-    results: tuple[torch.Tensor, torch.Tensor] = torch.ops.trajpack.credit_scan(
-        scan.rewards.contiguous(),
-        scan.cu_seqlens.contiguous(),
-        *(None if tensor is None else tensor.contiguous() for tensor in rows),
-        scan.gamma,
-        scan.gammas,
-        scan.lam,
-        scan.lams,
-        list(scan.limits),
-        scan.observation,
-        scan.kind,
-        op,
-        impl,
-        scan.max_seqlen,
-    )
+    """Call the op ``trajpack::credit_scan`` for ``op``; values of its tables alone are checked.
+
+    Returns:
+        Advantages and returns, float32 ``[tokens]``, 0 where not generated. The kinds ``"returns"``
+        and ``"adjoint"`` have one result; their second tensor is empty.
+
+    Cost: one launch where ``max_seqlen`` or the number of positions is at most 4,096, else two. No
+    copy, no host synchronisation.
+    """
+    inputs = scan._replace(limits=list(scan.limits))
+    results: tuple[torch.Tensor, torch.Tensor] = torch.ops.trajpack.credit_scan(*inputs, op, impl)
     return results
 
 
 def run_scan(scan: Scan, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return advantages and returns, float32 ``[tokens]``.
-
-    The kinds ``"returns"`` and ``"adjoint"`` have one result; their second tensor is empty.
-    """
+    """Return the results of `credit_scan`, whose op costs the host as much again."""
     if impl == "torch":
         return credit_scan_reference(scan)
     from trajpack.kernels.scan.credit_scan_triton import credit_scan_forward
@@ -176,175 +148,113 @@ def run_scan(scan: Scan, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 def credit_scan_reference(scan: Scan) -> tuple[torch.Tensor, torch.Tensor]:
     """Define every kind of scan in plain torch; numpy runs the recurrence on the CPU."""
-    if scan.chunks is not None:
-        tokens = _tokens_of_chunks(scan)
-    else:
-        assert scan.rewards is not None
-        rewards = scan.rewards.double()
-        values = rewards.new_zeros(()) if scan.values is None else scan.values.double()
-        entries = EntryIndex(scan.cu_seqlens, scan.num_tokens)
-        tokens = ScannedTokens(entries, rewards, values, scan.loss_mask)
-    if scan.observation == "multiply" and tokens.generated is not None:
-        rewards, values = (
-            torch.where(tokens.generated, rows, 0.0) for rows in (tokens.rewards, tokens.values)
-        )
-        tokens = tokens._replace(rewards=rewards, values=values)
-    gamma: Coefficient = scan.gamma if scan.gammas is None else scan.gammas
-    lam: Coefficient = scan.lam if scan.lams is None else scan.lams
-    expand = tokens.entries.expand
+    tokens = _tokens(scan) if scan.spans is None else _tokens_of_chunks(scan)
+    rewards, generated, start = tokens.rewards, tokens.generated, _start(scan)
+    gamma, lam = (
+        torch.full_like(rewards, rate) if rates is None else tokens.entries.expand(rates)
+        for rate, rates in ((scan.gamma, scan.gammas), (scan.lam, scan.lams))
+    )
     if scan.kind == "adjoint":
-        results = [_gradient(scan, tokens, expand(gamma * lam))]
-    elif scan.kind == "vtrace":
-        results = _vtrace(scan, tokens, expand(gamma), expand(lam))
+        results = [_gradient(tokens, gamma * lam, start)]
     else:
-        rate = expand(gamma * lam)
-        increment = rate * tokens.rewards
-        if scan.values is not None:
-            increment = expand(gamma * (1 - lam)) * tokens.values + increment
-        if tokens.generated is not None:
-            passed = _passed_rewards(scan, tokens)
-            rate, increment = _with_observations(scan, tokens, rate, increment, passed)
-        states = _states(scan, tokens, rate, increment, _start(scan))
-        results = [tokens.rewards + states]
-        if scan.kind == "gae":
-            results.insert(0, tokens.rewards - tokens.values + states)
-    if tokens.generated is not None and scan.kind != "adjoint":
-        results = [torch.where(tokens.generated, rows, 0.0) for rows in results]
-    outputs = [rows.float() for rows in results]
-    if tokens.token is not None:
-        tables = [rows.new_zeros(scan.num_tokens + 1) for rows in outputs]
-        outputs = [
-            table.index_copy_(0, tokens.token, rows)[:-1]
-            for table, rows in zip(tables, outputs, strict=True)
-        ]
-    return outputs[0], outputs[1] if len(outputs) == 2 else outputs[0].new_empty(0)
+        values = torch.zeros_like(rewards) if scan.values is None else tokens.rows_of(scan.values)
+        if tokens.observation == "multiply":
+            rewards, values = (torch.where(generated, rows, 0.0) for rows in (rewards, values))
+            tokens = tokens._replace(rewards=rewards)
+        if scan.kind == "vtrace":
+            results = _vtrace(scan, tokens, values, gamma, lam)
+        else:
+            increment = gamma * (1 - lam) * values + gamma * lam * rewards
+            states = tokens.states(gamma * lam, increment, start, tokens.passed_rewards())
+            results = [rewards - values + states, rewards + states]
+        results = [torch.where(generated, rows, 0.0) for rows in results]
+    first, *others = [_at_tokens(rows.float(), tokens.token, scan.num_tokens) for rows in results]
+    if scan.kind == "returns":
+        first, *others = others
+    return first, others[0] if others else first.new_empty(0)
 
 
 def _vtrace(
-    scan: Scan, tokens: ScannedTokens, gamma: Coefficient, lam: Coefficient
+    scan: Scan, tokens: ScannedTokens, values: torch.Tensor, gamma: torch.Tensor, lam: torch.Tensor
 ) -> list[torch.Tensor]:
     """Return advantages and value targets."""
-    next_values = _with_observations(
-        scan,
-        tokens,
-        0.0,
-        gamma * tokens.values,
-        _passed_rewards(scan, tokens),
-    )
-    behind = _states(scan, tokens, *next_values, _start(scan))
-    if scan.observation == "reset" and tokens.generated is not None:
+    rewards, nothing, start = tokens.rewards, torch.zeros_like(tokens.rewards), _start(scan)
+    behind = tokens.states(nothing, gamma * values, start, tokens.passed_rewards())
+    if tokens.observation == "reset":
         behind = torch.where(tokens.generated, behind, 0.0)
     rho, c, advantage_rho = _clipped_ratios(scan, tokens)
-    surprise = tokens.rewards + behind - tokens.values
-    steps = _with_observations(scan, tokens, gamma * lam * c, gamma * rho * surprise, 0.0)
-    states = _states(scan, tokens, *steps, torch.zeros_like(_start(scan)))
-    return [
-        advantage_rho * (surprise + states),
-        tokens.values + rho * surprise + lam * c * states,
-    ]
+    surprise = rewards + behind - values
+    trace = tokens.states(gamma * lam * c, gamma * rho * surprise, torch.zeros_like(start))
+    return [advantage_rho * (surprise + trace), values + rho * surprise + lam * c * trace]
 
 
-def _gradient(scan: Scan, tokens: ScannedTokens, rate: Coefficient) -> torch.Tensor:
+def _gradient(tokens: ScannedTokens, rate: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
     """Return the gradient of rewards; ``tokens`` are mirrored, their rewards are gradients."""
-    own = tokens.rewards
-    if tokens.generated is not None:
-        own = torch.where(tokens.generated, own, 0.0)
-    decay, _ = _with_observations(scan, tokens, rate, own, 0.0)
-    states = _states(scan, tokens, decay, own, _start(scan))
-    if tokens.generated is None or scan.observation in ("ignore", "reset"):
+    own = torch.where(tokens.generated, tokens.rewards, 0.0)
+    states = tokens.states(rate, own, start)
+    if tokens.observation in ("ignore", "reset"):
         return own + rate * states
     factor = torch.zeros_like(own)  # of the states, where tokens were not generated
-    if scan.observation == "carry":
+    if tokens.observation == "carry":
         factor = torch.ones_like(own)
-    elif scan.observation == "compact":
+    elif tokens.observation == "compact":
         factor = tokens.entries.is_first.double()
     return own + torch.where(tokens.generated, rate, factor) * states
 
 
-def _with_observations(
-    scan: Scan,
-    tokens: ScannedTokens,
-    decay: Coefficient,
-    increment: torch.Tensor,
-    passed: Coefficient,
-) -> tuple[Coefficient, torch.Tensor]:
-    """Return decay and increment with the convention's steps on tokens that were not generated.
-
-    ``passed`` is the increment of tokens through which the state passes.
-    """
-    if tokens.generated is None:
-        return decay, increment
-    if scan.observation == "reset":
-        decay = torch.where(tokens.generated, decay, torch.zeros_like(increment))
-    elif scan.observation in PASSING:
-        decay = torch.where(tokens.generated, decay, torch.ones_like(increment))
-        increment = torch.where(tokens.generated, increment, passed)
-    return decay, increment
-
-
-def _passed_rewards(scan: Scan, tokens: ScannedTokens) -> Coefficient:
-    """Return the rewards that skipped tokens pass to the last generated token before them."""
-    if scan.observation == "carry":
-        return tokens.rewards
-    if scan.observation == "compact":
-        return torch.where(tokens.entries.is_last, tokens.rewards, 0.0)
-    return 0.0
+def _at_tokens(rows: torch.Tensor, token: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
+    """Return what each position has at its token; 0 at other tokens."""
+    if token is None:
+        return rows
+    return rows.new_zeros(num_tokens + 1).index_copy_(0, token, rows)[:-1]
 
 
 def _start(scan: Scan) -> torch.Tensor:
     """Return the state behind each segment's last entry: float64 ``[segments]``."""
     if scan.bootstrap is None:
         return torch.zeros_like(scan.cu_seqlens[1:], dtype=torch.float64)
-    gamma = scan.gamma if scan.gammas is None else scan.gammas.double()
-    start = gamma * scan.bootstrap.double()
-    if scan.chunks is None or scan.chunks.truncated is None or not scan.num_chunks:
+    start = (scan.gamma if scan.gammas is None else scan.gammas) * scan.bootstrap.double()
+    if scan.truncated is None or not scan.num_chunks:
         return start
     ends = scan.cu_seqlens[1:].long()
-    cut_off = (ends > scan.cu_seqlens[:-1]) & scan.chunks.truncated[(ends - 1).clamp(min=0)]
+    cut_off = (ends > scan.cu_seqlens[:-1]) & scan.truncated[(ends - 1).clamp(min=0)]
     return torch.where(cut_off, start, 0.0)
-
-
-def _states(
-    scan: Scan,
-    tokens: ScannedTokens,
-    decay: Coefficient,
-    increment: torch.Tensor,
-    start: torch.Tensor,
-) -> torch.Tensor:
-    """Return the state behind each entry."""
-    if not isinstance(decay, torch.Tensor):
-        decay = torch.full_like(increment, decay)
-    run = exclusive_scan_on_host if increment.device.type == "cpu" else exclusive_scan_reference
-    return run(decay, increment, start, tokens.entries.bounds)
 
 
 def _clipped_ratios(scan: Scan, tokens: ScannedTokens) -> list[torch.Tensor]:
     """Return the importance ratio of each token under the three clips; 1 if not generated."""
-    assert scan.weights is not None
-    ours, theirs = (_rows_of(tokens, logprobs.double()) for logprobs in scan.weights)
-    ratio = ours - theirs
-    if tokens.generated is not None:
-        ratio = torch.where(tokens.generated, ratio, 0.0)
-    ratio, ratios = ratio.exp(), []
-    for clip in (scan.limits.rho_clip, scan.limits.c_clip, scan.limits.advantage_rho_clip):
-        clipped = ratio.clamp(max=clip)
-        if tokens.generated is not None:
-            clipped = torch.where(tokens.generated, clipped, 1.0)
-        ratios.append(clipped)
-    return ratios
+    assert scan.logprobs is not None
+    assert scan.rollout_logprobs is not None
+    ratio = tokens.rows_of(scan.logprobs) - tokens.rows_of(scan.rollout_logprobs)
+    ratio = torch.where(tokens.generated, ratio, 0.0).exp()
+    clips = Limits(*scan.limits)[3:]
+    return [torch.where(tokens.generated, ratio.clamp(max=clip), 1.0) for clip in clips]
+
+
+def _tokens(scan: Scan) -> ScannedTokens:
+    """Return all tokens; without a mask they are steps."""
+    assert scan.rewards is not None
+    rewards, generated, observation = scan.rewards.double(), scan.loss_mask, scan.observation
+    if generated is None:
+        generated, observation = torch.ones_like(rewards, dtype=torch.bool), "ignore"
+    entries = EntryIndex(scan.cu_seqlens, scan.num_tokens)
+    return ScannedTokens(entries, rewards, generated, observation)
 
 
 def _tokens_of_chunks(scan: Scan) -> ScannedTokens:
     """Return the tokens of the chunks, with the rewards of the turns on their last tokens."""
-    assert scan.chunks is not None
-    cu_positions, begins, spans, rewards, _ = scan.chunks
-    position = torch.arange(scan.num_positions, device=scan.device)
+    limits, spans, cu_positions = Limits(*scan.limits), scan.spans, scan.cu_positions
+    assert spans is not None
+    assert cu_positions is not None
+    assert scan.begins is not None
+    assert scan.turn_rewards is not None
+    position = torch.arange(scan.positions, device=spans.device)
     chunk = torch.searchsorted(cu_positions[1:].long(), position, right=True)
     exists = chunk < scan.num_chunks
     chunk = chunk.clamp(max=max(scan.num_chunks - 1, 0))
-    token = begins.long()[chunk] + position - cu_positions.long()[chunk]
+    token = scan.begins.long()[chunk] + position - cu_positions.long()[chunk]
     generated = exists & (token >= spans[chunk, 0])
-    rewards = rewards.clamp(-scan.limits.reward_clip, scan.limits.reward_clip)
+    rewards = scan.turn_rewards.clamp(-limits.reward_clip, limits.reward_clip)
     # the reward of a turn without generated tokens goes to the last one before it that has some
     is_empty = spans[:, 0] == spans[:, 1]
     moved = exclusive_scan_reference(
@@ -355,27 +265,19 @@ def _tokens_of_chunks(scan: Scan) -> ScannedTokens:
     )
     on_last = generated & (token == spans[chunk, 1] - 1)
     reward = torch.where(on_last, (rewards + moved)[chunk], 0.0)
-    index = EntryIndex(cu_positions[scan.cu_seqlens.long()], scan.num_positions)
-    token = torch.where(exists, token, scan.num_tokens)
-    tokens = ScannedTokens(index, reward, reward.new_zeros(()), generated, token)
-    if scan.values is not None:
-        tokens = tokens._replace(values=_rows_of(tokens, scan.values.double()))
-    if scan.kl is not None:
-        logprobs, ref_logprobs = (_rows_of(tokens, rows) for rows in scan.kl)
-        clamp = None if scan.limits.kl_clamp == float("inf") else scan.limits.kl_clamp
+    entries = EntryIndex(cu_positions[scan.cu_seqlens.long()], scan.positions)
+    place = torch.where(exists, token, scan.num_tokens)
+    tokens = ScannedTokens(entries, reward, generated, scan.observation, place)
+    if scan.ref_logprobs is not None:
+        assert scan.logprobs is not None
+        logprobs, ref_logprobs = tokens.rows_of(scan.logprobs), tokens.rows_of(scan.ref_logprobs)
+        clamp = None if limits.kl_clamp == float("inf") else limits.kl_clamp
         penalty = estimate(logprobs, ref_logprobs, str(scan.estimator), clamp)
-        penalty = scan.limits.kl_coefficient * penalty
-        tokens = tokens._replace(rewards=reward - torch.where(generated, penalty, 0.0))
+        penalty = torch.where(generated, limits.kl_coefficient * penalty, 0.0)
+        tokens = tokens._replace(rewards=reward - penalty)
     if scan.by_turn:
         tokens = tokens._replace(generated=exists & (token == spans[chunk, 0]))
     return tokens
-
-
-def _rows_of(tokens: ScannedTokens, rows: torch.Tensor) -> torch.Tensor:
-    """Return ``rows`` [tokens] at each position, 0 where there is no token."""
-    if tokens.token is None:
-        return rows
-    return torch.cat([rows, rows.new_zeros(1)])[tokens.token]
 
 
 def exclusive_scan_reference(
@@ -476,88 +378,75 @@ def _advance(state: Floats, decay: Floats, increment: Floats, out: Floats, overf
     np.add(out, increment, out=out)
 
 
-def _scan_of(
-    rewards: torch.Tensor, cu_seqlens: torch.Tensor, *inputs: Any
-) -> tuple[Scan, str, str]:
-    """Return the scan that arguments of the op describe, the name of its caller and the `impl`."""
-    values, loss_mask, bootstrap, logprobs, rollout_logprobs, gamma, gammas, lam, lams = inputs[:9]
-    limits, observation, kind, op, impl, max_seqlen = inputs[9:]
-    scan = Scan(
-        cu_seqlens,
-        rewards.shape[0],
-        rewards.shape[0],
-        rewards,
-        values,
-        loss_mask,
-        gamma,
-        lam,
-        observation,
-        gammas,
-        lams,
-        bootstrap,
-        None if logprobs is None else (logprobs, rollout_logprobs),
-        limits=Limits(*limits),
-        kind=kind,
-        max_seqlen=max_seqlen,
-    )
-    return scan, op, impl
+def _check_chunks(op: str, scan: Scan) -> None:
+    """Raise if the values of the tables can be read and lead out of the tokens."""
+    assert scan.cu_positions is not None
+    assert scan.spans is not None
+    check_boundaries(op, scan.cu_seqlens, scan.num_chunks, name="cu_turns", end="turns")
+    check_segments_within(op, "spans", scan.spans, scan.num_tokens)
+    check_segments_within(op, "cu_positions", scan.cu_positions, scan.positions)
+    readable = values_to_check(scan.cu_positions)
+    if readable is not None and scan.begins is not None:
+        begins = scan.begins.cpu()
+        scanned = torch.stack([begins, begins + readable.diff()], 1)
+        check_segments_within(op, "chunks from begins", scanned, scan.num_tokens)
 
 
 def _run(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    scan, op, impl = _scan_of(*inputs)
-    check_boundaries(op, scan.cu_seqlens, scan.num_tokens)
+    *fields, op, impl = inputs
+    scan = Scan(*fields)
+    if scan.spans is None:
+        check_boundaries(op, scan.cu_seqlens, scan.num_tokens)
+    else:
+        _check_chunks(op, scan)
     return run_scan(scan, impl)
 
 
 def _fake(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    rewards, kind = inputs[0], inputs[13]
-    first = torch.empty_like(rewards, dtype=torch.float32)
-    return first, first.new_empty(0) if kind in ("returns", "adjoint") else torch.empty_like(first)
+    scan = Scan(*inputs[:-2])
+    first = scan.cu_seqlens.new_empty(scan.num_tokens, dtype=torch.float32)
+    has_one = scan.kind in ("returns", "adjoint")
+    return first, first.new_empty(0) if has_one else torch.empty_like(first)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    scan, *ctx.names = _scan_of(*inputs)
-    ctx.dtype, ctx.kind, ctx.gamma, ctx.lam = inputs[0].dtype, scan.kind, scan.gamma, scan.lam
-    ctx.observation, ctx.max_seqlen = scan.observation, scan.max_seqlen
+    *fields, ctx.op, ctx.impl = inputs
+    scan = Scan(*fields)
     ctx.save_for_backward(scan.cu_seqlens, scan.loss_mask, scan.gammas, scan.lams)
+    ctx.dtype = None if scan.rewards is None else scan.rewards.dtype
+    ctx.rest = Scan(*(None if isinstance(one, torch.Tensor) else one for one in scan))
 
 
 def _backward(ctx: Any, of_first: torch.Tensor, of_second: torch.Tensor) -> tuple[Any, ...]:
     # the transpose of a scan from the right is the scan from the left: mirror, scan, mirror
-    if ctx.kind not in ("gae", "returns"):
+    if ctx.rest.kind not in ("gae", "returns"):
         raise NotImplementedError(
-            f"{ctx.names[0]}: no gradient flows through a scan of kind {ctx.kind!r}"
+            f"{ctx.op}: no gradient flows through a scan of kind {ctx.rest.kind!r}"
         )
     cu_seqlens, *optional = ctx.saved_tensors
     loss_mask, gammas, lams = (None if rows is None else rows.flip(0) for rows in optional)
     given = of_first.double()
-    if ctx.kind == "gae":
+    if ctx.rest.kind == "gae":
         given = given + of_second.double()
-    num, mirrored = given.shape[0], (given.shape[0] - cu_seqlens).flip(0)
-    scan = Scan(
-        mirrored,
-        num,
-        num,
-        given.flip(0),
-        None,
-        loss_mask,
-        ctx.gamma,
-        ctx.lam,
-        ctx.observation,
-        gammas,
-        lams,
+    scan = ctx.rest._replace(
+        cu_seqlens=(given.shape[0] - cu_seqlens).flip(0),
+        rewards=given.flip(0),
+        loss_mask=loss_mask,
+        gammas=gammas,
+        lams=lams,
         kind="adjoint",
-        max_seqlen=ctx.max_seqlen,
     )
-    gradient, _ = credit_scan(scan, *ctx.names)
-    return gradient.flip(0).to(ctx.dtype), *[None] * 16
+    gradient, _ = credit_scan(scan, ctx.op, ctx.impl)
+    return None, gradient.flip(0).to(ctx.dtype), *[None] * len(scan)
 
 
 register_op(
-    "credit_scan(Tensor rewards, Tensor cu_seqlens, Tensor? values, Tensor? loss_mask, "
-    "Tensor? bootstrap, Tensor? logprobs, Tensor? rollout_logprobs, float gamma, Tensor? gammas, "
-    "float lam, Tensor? lams, float[] limits, str observation, str kind, str op, str impl, "
-    "SymInt? max_seqlen) -> (Tensor, Tensor)",
+    "credit_scan(Tensor cu_seqlens, Tensor? rewards, Tensor? values, Tensor? loss_mask, "
+    "float gamma, float lam, str observation, Tensor? gammas, Tensor? lams, Tensor? bootstrap, "
+    "Tensor? logprobs, Tensor? rollout_logprobs, Tensor? ref_logprobs, str? estimator, "
+    "Tensor? cu_positions, Tensor? begins, Tensor? spans, Tensor? turn_rewards, "
+    "Tensor? truncated, Tensor? turn_ids, SymInt? num_positions, bool by_turn, float[] limits, "
+    "str kind, SymInt? max_seqlen, str op, str impl) -> (Tensor, Tensor)",
     _run,
     _fake,
     setup_context=_setup_context,

@@ -40,13 +40,13 @@ import torch
 import triton
 import triton.language as tl
 
-from trajpack.kernels.block_shapes import DEFAULT, block_shape, launch_on
+from trajpack.kernels.block_shapes import block_shape, launch_on
 from trajpack.kernels.corrections.penalties import KL_ESTIMATORS
 from trajpack.kernels.scan.observations import OBSERVATIONS
-from trajpack.kernels.scan.scan_inputs import KINDS, Scan
+from trajpack.kernels.scan.scan_inputs import KINDS, Limits, Scan
 from trajpack.kernels.search_triton import find_segment, find_segments
 
-BLOCK = block_shape("credit_scan", DEFAULT).block
+BLOCK = block_shape("credit_scan").block
 """Entries of a block. The same on every architecture, because it fixes the order of sums."""
 ROW = 4 * BLOCK
 """Entries of a row: a long segment is cut into rows, counted from its end, of a program each."""
@@ -354,8 +354,15 @@ def write_results(inputs, outputs, entries, steps, states, traced, FORM: tl.cons
     written = exists
     if inputs[0][3] is not None:
         written = generated
-    if FORM[0] == ADJOINT:
-        first = adjoint_of(generated, reward, states, gamma * lam, is_last, FORM[1])
+    if FORM[0] == ADJOINT:  # mirrored: a sequence's last token comes first
+        rate = gamma * lam + tl.zeros_like(reward)
+        if FORM[1] == CARRY:
+            rate = tl.where(generated, rate, 1.0)
+        elif FORM[1] == COMPACT:
+            rate = tl.where(generated, rate, tl.where(is_last, 1.0, 0.0))
+        elif FORM[1] != IGNORE and FORM[1] != RESET:
+            rate = tl.where(generated, rate, 0.0)
+        first = tl.where(generated, reward, 0.0) + rate * states
     else:
         if FORM[0] == VTRACE:
             capped, surprise, target, trace = traced
@@ -369,19 +376,6 @@ def write_results(inputs, outputs, entries, steps, states, traced, FORM: tl.cons
     if len(outputs) > 1:
         second = tl.where(generated, second, 0.0)
         tl.store(outputs[1] + at, second.to(tl.float32), mask=written)
-
-
-@triton.jit
-def adjoint_of(generated, reward, states, rate, is_first, OBSERVATION: tl.constexpr):
-    """Return the gradient of rewards; mirrored, a sequence's last token comes first."""
-    rate += tl.zeros_like(reward)
-    if OBSERVATION == CARRY:
-        rate = tl.where(generated, rate, 1.0)
-    elif OBSERVATION == COMPACT:
-        rate = tl.where(generated, rate, tl.where(is_first, 1.0, 0.0))
-    elif OBSERVATION != IGNORE and OBSERVATION != RESET:  # noqa: PLR1714
-        rate = tl.where(generated, rate, 0.0)
-    return tl.where(generated, reward, 0.0) + rate * states
 
 
 @triton.jit
@@ -435,13 +429,15 @@ def segments_of(inputs, segment, past):
 
 
 @triton.jit
-def owners_of(inputs, number, past, WIDTH: tl.constexpr):
-    """Let the segments from ``number`` on take lanes, one after another, as long as they fit.
+def lay_out(inputs, number, past, BLOCK: tl.constexpr):
+    """Lay the segments from ``number`` on side by side in a block, as long as they fit.
 
-    A segment takes as many of the ``WIDTH`` lanes as hold its entries; a longer one takes all, and
-    stands alone. Return how many segments have lanes; of each lane its segment, or ``past``, and
-    the lanes of the same segment before it.
+    A segment takes as many lanes as hold its entries; a longer one takes all, and stands alone.
+    Return what `entries_of` takes; place and decay rate of each lane; the state behind its segment;
+    the number of segments.
     """
+    WIDTH: tl.constexpr = BLOCK // EACH
+    chunks, cu_seqlens = inputs[0][3], inputs[1][0]
     begin, end, _, _, _, _ = segments_of(inputs, number + tl.arange(0, LANES), past)
     taken = tl.minimum(tl.cdiv(end - begin, EACH), WIDTH + 1)
     behind = tl.cumsum(taken, 0)
@@ -453,21 +449,9 @@ def owners_of(inputs, number, past, WIDTH: tl.constexpr):
         half = 16 >> halving
         owner += tl.where(tl.gather(behind, owner + (half - 1), 0) <= lane, half, 0)
     last = tl.gather(behind, owner, 0)
-    place = lane - last + tl.gather(taken, owner, 0)
     owned = (owner < count) & (lane < last)
-    return count, tl.where(owned, number + owner, past), tl.where(owned, place, 0)
-
-
-@triton.jit
-def lay_out(inputs, number, past, BLOCK: tl.constexpr):
-    """Lay the segments from ``number`` on side by side in a block, each from a lane on.
-
-    Return what `entries_of` takes; place and decay rate of each lane; the state behind its segment;
-    the number of segments.
-    """
-    WIDTH: tl.constexpr = BLOCK // EACH
-    chunks, cu_seqlens = inputs[0][3], inputs[1][0]
-    count, segment, place = owners_of(inputs, number, past, WIDTH)
+    place = tl.where(owned, lane - last + tl.gather(taken, owner, 0), 0)
+    segment = tl.where(owned, number + owner, past)  # none where it is past
     begin, end, own_last, gamma, lam, tail = segments_of(inputs, segment, past)
     rate = gamma * lam + tl.zeros_like(tail)
     top = end - 1 - place * EACH
@@ -529,24 +513,6 @@ def row_of_window(chunks, cu_seqlens, num_segments, num_chunks, window, SIZES: t
 
 
 @triton.jit
-def compose(decay, increment, next_decay, next_increment):
-    """Compose the effects of two stretches of entries on one state; the first is applied first."""
-    return decay * next_decay, add_carry(next_increment, next_decay, increment)
-
-
-@triton.jit
-def compose_two(
-    decay, increment, second_decay, second_increment, factor,
-    next_decay, next_increment, next_second_decay, next_second_increment, next_factor,
-):  # fmt: skip
-    """Compose the effects of two stretches of entries on two states."""
-    effect = next_decay, next_increment, next_second_decay, next_second_increment, next_factor
-    first, second = carry_on(effect, (increment, second_increment))
-    factor = add_carry(next_factor * second_decay, next_decay, factor)
-    return decay * next_decay, first, second_decay * next_second_decay, second, factor
-
-
-@triton.jit
 def no_effect(LANES: tl.constexpr, FORM: tl.constexpr):
     """Return the effect of no entry, which `together` and `carry_on` take."""
     one, zero = tl.full((LANES,), 1.0, tl.float64), tl.zeros((LANES,), tl.float64)
@@ -557,15 +523,24 @@ def no_effect(LANES: tl.constexpr, FORM: tl.constexpr):
 
 
 @triton.jit
-def together(effect, following, FORM: tl.constexpr):
-    """Compose two effects."""
-    if FORM[0] == VTRACE:
-        return compose_two(
-            effect[0], effect[1], effect[2], effect[3], effect[4],
-            following[0], following[1], following[2], following[3], following[4],
-        )  # fmt: skip
+def together(effect, following):
+    """Compose the effects of two stretches of entries, of which the first is applied first."""
+    if len(effect) == 2:
+        return effect[0] * following[0], add_carry(following[1], following[0], effect[1])
     else:
-        return compose(effect[0], effect[1], following[0], following[1])
+        first, second = carry_on(following, (effect[1], effect[3]))
+        factor = add_carry(following[4] * effect[2], following[0], effect[4])
+        return effect[0] * following[0], first, effect[2] * following[2], second, factor
+
+
+@triton.jit
+def together_of_one(a, b, c, d):
+    return together((a, b), (c, d))
+
+
+@triton.jit
+def together_of_two(a, b, c, d, e, f, g, h, i, j):
+    return together((a, b, c, d, e), (f, g, h, i, j))
 
 
 @triton.jit(do_not_specialize=["num_segments", "num_chunks"])
@@ -590,7 +565,7 @@ def effects_kernel(
         for done in range(0, SIZES[1], SIZES[0]):
             entries = entries_of(inputs, laid, start + done, FORM)
             effect = scan_entries(inputs, (), entries, lanes, states, FORM)
-            total = together(total, effect, FORM)
+            total = together(total, effect)
         lane = tl.arange(0, LANES)
         for at in tl.static_range(len(total)):
             own = effects + len(total) * window + at + tl.zeros_like(lane)
@@ -614,11 +589,11 @@ def fold_effects(effects, window, count, states, FORM: tl.constexpr):
             for part in tl.static_range(len(neutral)):
                 own = effects + (window - row) * len(neutral) + part
                 effect = effect + (tl.load(own, mask=row < count, other=neutral[part]),)
-            total = together(total, effect, FORM)
+            total = together(total, effect)
         if FORM[0] == VTRACE:
-            total = tl.associative_scan(total, 0, compose_two)
+            total = tl.associative_scan(total, 0, together_of_two)
         else:
-            total = tl.associative_scan(total, 0, compose)
+            total = tl.associative_scan(total, 0, together_of_one)
         last = tl.full(states[0].shape, LANES - 1, tl.int32)
         effect = ()
         for part in tl.static_range(len(total)):
@@ -678,18 +653,6 @@ def longest_first(inputs, program, num_segments):
     return first + tl.sum(tl.where(place == program // stride, lane, 0), 0)
 
 
-@triton.jit
-def fill_with_zeros(outputs, turn_ids, tile, num_tokens, BLOCK: tl.constexpr):
-    """Write 0 for the tokens that no turn generated, which no chunk writes.
-
-    Addresses descend, as those of the scan: otherwise the compiler would change the scan's layout.
-    """
-    at = tile * BLOCK + BLOCK - 1 - tl.arange(0, BLOCK)
-    rest = tl.load(turn_ids + at, mask=at < num_tokens, other=0) < 0
-    tl.store(outputs[0] + at, tl.zeros((BLOCK,), tl.float32), mask=rest)
-    tl.store(outputs[1] + at, tl.zeros((BLOCK,), tl.float32), mask=rest)
-
-
 @triton.jit(do_not_specialize=["num_segments", "share", "num_chunks", "num_windows", "num_tokens"])
 def scan_kernel(
     source, outputs, effects, cu_seqlens, rates, bootstrap, fill_ids, num_segments, share,
@@ -729,80 +692,71 @@ def scan_kernel(
             number += scan_side_by_side(
                 inputs, outputs, effects, (number, past), (start, stop), FORM, SIZES
             )
-    elif fill_ids is not None:
-        fill_with_zeros(outputs, fill_ids, program - walks - num_windows, num_tokens, BLOCK)
+    elif fill_ids is not None:  # 0 for the tokens that no turn generated, which no chunk writes
+        tile = program - walks - num_windows
+        # descending as those of the scan: otherwise the compiler would change the scan's layout
+        at = tile * BLOCK + BLOCK - 1 - tl.arange(0, BLOCK)
+        rest = tl.load(fill_ids + at, mask=at < num_tokens, other=0) < 0
+        tl.store(outputs[0] + at, tl.zeros((BLOCK,), tl.float32), mask=rest)
+        tl.store(outputs[1] + at, tl.zeros((BLOCK,), tl.float32), mask=rest)
 
 
 def credit_scan_forward(scan: Scan) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch a scan; see `trajpack.kernels.scan.credit_scan.run_scan`."""
-    first = torch.empty(scan.num_tokens, dtype=torch.float32, device=scan.device)
-    if scan.kind in ("returns", "adjoint"):
-        launch(scan, (first,))
-        return first, first.new_empty(0)
-    second = torch.empty_like(first)
-    launch(scan, (first, second))
+    """Launch a scan; return the results of `trajpack.kernels.scan.credit_scan.credit_scan`."""
+    has_one = scan.kind in ("returns", "adjoint")
+    first = torch.empty(scan.num_tokens, dtype=torch.float32, device=scan.cu_seqlens.device)
+    second = first.new_empty(0) if has_one else torch.empty_like(first)
+    launch(scan, (first,) if has_one else (first, second))
     return first, second
 
 
 def launch(scan: Scan, outputs: tuple[torch.Tensor, ...]) -> None:
     """Launch one kernel, or two where a segment may be longer than `LONGEST_WALK`."""
-    if not scan.num_tokens:
+    num_tokens, positions = scan.num_tokens, scan.positions
+    if not num_tokens:
         return
-    longest = scan.num_positions if scan.max_seqlen is None else scan.max_seqlen
+    longest = positions if scan.max_seqlen is None else scan.max_seqlen
     windows, effects = 0, None
     arguments = _arguments(scan)
     with torch.cuda.device_of(scan.cu_seqlens):  # Triton launches on the current device
-        if min(scan.num_positions, longest) > LONGEST_WALK:
-            windows = triton.cdiv(scan.num_positions, ROW)
+        if min(positions, longest) > LONGEST_WALK:
+            windows = triton.cdiv(positions, ROW)
             numbers = windows * (5 if scan.kind == "vtrace" else 2)
-            effects = torch.empty(numbers, dtype=torch.float64, device=scan.device)
+            effects = torch.empty(numbers, dtype=torch.float64, device=scan.cu_seqlens.device)
             effects_kernel[(windows,)](effects=effects, **arguments)
-        share = share_of(scan, longest)
-        fill_ids, tiles = scan.turn_ids, triton.cdiv(scan.num_tokens, BLOCK)
-        if fill_ids is None or scan.by_turn:
-            fill_ids, tiles = None, 0
+        # a program takes about four blocks of short segments, or one segment
+        width = min(longest, triton.cdiv(positions, max(scan.num_segments, 1))) + EACH.value
+        share = min(4 * BLOCK // width, LANES.value) if 2 * width <= BLOCK else 1
         walks = triton.cdiv(scan.num_segments, share)
         if share == 1:
             walks = triton.cdiv(walks, LANES.value) * LANES.value
+        fill_ids = None if scan.by_turn else scan.turn_ids
+        tiles = 0 if fill_ids is None else triton.cdiv(num_tokens, BLOCK)
         scan_kernel[(walks + windows + tiles,)](
-            outputs=outputs,
-            effects=effects,
-            fill_ids=fill_ids,
-            share=share,
-            num_windows=windows,
-            num_tokens=scan.num_tokens,
-            **arguments,
-        )
-
-
-def share_of(scan: Scan, longest: int) -> int:
-    """Return the number of segments of a program: about four blocks of short ones, or one."""
-    mean = min(longest, triton.cdiv(scan.num_positions, max(scan.num_segments, 1)))
-    width = mean + EACH.value
-    return min(4 * BLOCK // width, LANES.value) if 2 * width <= BLOCK else 1
+            outputs=outputs, effects=effects, fill_ids=fill_ids, share=share, num_windows=windows,
+            num_tokens=num_tokens, **arguments,
+        )  # fmt: skip
 
 
 def _arguments(scan: Scan) -> dict[str, Any]:
     """Return the arguments that both kernels take, and the options of a launch."""
     mask, chunks, observation = scan.loss_mask, None, scan.observation
-    is_wide = scan.kind == "vtrace" or scan.chunks is not None
-    if scan.chunks is not None:
-        begins, truncated = scan.chunks.begins, scan.chunks.truncated
-        # empty tuples in place of None: Triton 3.6 cannot compare a tuple that holds a None
+    # empty tuples in place of None: Triton 3.6 cannot compare a tuple that holds a None
+    if scan.begins is not None:
+        truncated = () if scan.truncated is None else (scan.truncated.view(torch.uint8),)
         chunks = (
-            scan.chunks.cu_positions,
-            begins,
-            begins.stride(0),
-            scan.chunks.spans,
-            scan.chunks.rewards,
-            (1,) if scan.by_turn else (),
-            () if truncated is None else (truncated.view(torch.uint8),),
-        )
+            scan.cu_positions, scan.begins, scan.begins.stride(0), scan.spans, scan.turn_rewards,
+            (1,) if scan.by_turn else (), truncated,
+        )  # fmt: skip
     elif mask is None:  # all tokens are steps
         observation = "ignore"
     mask = None if mask is None else mask.view(torch.uint8)
+    kl = None if scan.ref_logprobs is None else (scan.logprobs, scan.ref_logprobs)
+    ratios = (scan.logprobs, scan.rollout_logprobs) if scan.kind == "vtrace" else None
+    shape = "credit_scan" if ratios is None and chunks is None else "wide_scan"
+    estimator = 0 if scan.estimator is None else KL_ESTIMATORS.index(scan.estimator) + 1
     return {
-        "source": (scan.rewards, scan.values, mask, chunks, scan.kl, scan.weights),
+        "source": (scan.rewards, scan.values, mask, chunks, kl, ratios),
         "cu_seqlens": scan.cu_seqlens,
         "rates": (scan.gammas, scan.lams),
         "bootstrap": scan.bootstrap,
@@ -810,14 +764,8 @@ def _arguments(scan: Scan) -> dict[str, Any]:
         "num_chunks": scan.num_chunks,
         "gamma": scan.gamma,
         "lam": scan.lam,
-        **scan.limits._asdict(),
-        "FORM": (
-            KINDS.index(scan.kind),
-            OBSERVATIONS.index(observation),
-            0 if scan.estimator is None else KL_ESTIMATORS.index(scan.estimator) + 1,
-        ),
+        **Limits(*scan.limits)._asdict(),
+        "FORM": (KINDS.index(scan.kind), OBSERVATIONS.index(observation), estimator),
         "SIZES": (BLOCK, ROW, LONGEST_WALK),
-        **launch_on(
-            "wide_scan" if is_wide else "credit_scan", scan.cu_seqlens.get_device()
-        ).options,
+        **launch_on(shape, scan.cu_seqlens.get_device()).options,
     }

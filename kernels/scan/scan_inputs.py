@@ -1,7 +1,8 @@
-"""Inputs of a scan over tokens: the tuples that implementations share, and the argument checks."""
+"""Inputs of a scan over tokens, and the checks of an estimator's arguments."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -19,26 +20,12 @@ FLOATS = (torch.float32, torch.float64)
 KINDS = ("gae", "returns", "vtrace", "adjoint")
 """Kinds of scan: advantages and returns; discounted returns alone; V-trace; the gradient of the
 first two with respect to rewards."""
-
-
-class ScanChunks(NamedTuple):
-    """Stretches of tokens, anywhere in a batch, that are scanned as if they were contiguous.
-
-    A chunk is the scanned part of one turn; the chunks of a segment follow each other. A position
-    is an index into the concatenated chunks.
-    """
-
-    cu_positions: torch.Tensor
-    """int32 ``[chunks + 1]``: first position of each chunk."""
-    begins: torch.Tensor
-    """int32 ``[chunks]``: first token of each chunk."""
-    spans: torch.Tensor
-    """int32 ``[chunks, 2]``: first generated token of each chunk, and one past its last."""
-    rewards: torch.Tensor
-    """float64 ``[chunks]``: reward on the last generated token of each chunk."""
-    truncated: torch.Tensor | None = None
-    """bool ``[chunks]``: True where the turn was cut off. Only segments whose last chunk was use
-    their ``bootstrap``; without this tensor all do."""
+FLOATS_OF_TOKENS = {
+    "gae": ("values",),
+    "returns": (),
+    "vtrace": ("values", "logprobs", "rollout_logprobs"),
+}
+"""Inputs of each kind, beside rewards."""
 
 
 class Limits(NamedTuple):
@@ -53,49 +40,74 @@ class Limits(NamedTuple):
 
 
 class Scan(NamedTuple):
-    """One scan over tokens; optional inputs are ``None``."""
+    """One scan over tokens: the arguments of ``torch.ops.trajpack.credit_scan``, in its order.
+
+    Floats of tokens are float32 or float64. Optional inputs are ``None``. A scan of a batch's turns
+    has chunks in place of rewards: a chunk is a stretch of tokens anywhere in the batch, the
+    scanned part of one turn. Chunks of a segment follow each other, and are scanned as if they were
+    contiguous; a position is an index into the concatenated chunks.
+    """
 
     cu_seqlens: torch.Tensor
     """int32 ``[segments + 1]``: boundaries of the segments, in tokens or in chunks."""
-    num_tokens: int
-    """Tokens of the outputs."""
-    num_positions: int
-    """Upper bound of the number of scanned tokens."""
     rewards: torch.Tensor | None = None
-    """float32 or float64 ``[tokens]``; ``None`` with chunks."""
+    """Floats ``[tokens]``."""
     values: torch.Tensor | None = None
-    """float32 or float64 ``[tokens]``."""
+    """Floats ``[tokens]``."""
     loss_mask: torch.Tensor | None = None
     """bool ``[tokens]``: True on generated tokens."""
-    gamma: float = 1.0
-    lam: float = 1.0
+    gamma: float | torch.Tensor = 1.0
+    """A tensor only as an argument of `scan_tokens`, as ``lam``."""
+    lam: float | torch.Tensor = 1.0
     observation: str = "carry"
     gammas: torch.Tensor | None = None
     """float64 ``[segments]``: replaces ``gamma``."""
     lams: torch.Tensor | None = None
     """float64 ``[segments]``: replaces ``lam``."""
     bootstrap: torch.Tensor | None = None
-    """float32 or float64 ``[segments]``: value behind the last token."""
-    weights: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Log-probabilities ``[tokens]`` of the trained and of the sampling policy."""
-    kl: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Log-probabilities ``[tokens]`` of the sampling and of the reference policy."""
+    """Floats ``[segments]``: value behind the last token."""
+    logprobs: torch.Tensor | None = None
+    """Log-probabilities ``[tokens]``, of the trained policy for V-trace."""
+    rollout_logprobs: torch.Tensor | None = None
+    """Log-probabilities ``[tokens]`` of the sampling policy, for V-trace."""
+    ref_logprobs: torch.Tensor | None = None
+    """Log-probabilities ``[tokens]`` of the reference policy, for a penalty with chunks."""
     estimator: str | None = None
     """Estimator of the KL penalty, one of `KL_ESTIMATORS`."""
-    chunks: ScanChunks | None = None
+    cu_positions: torch.Tensor | None = None
+    """int32 ``[chunks + 1]``: first position of each chunk."""
+    begins: torch.Tensor | None = None
+    """int32 ``[chunks]``: first token of each chunk."""
+    spans: torch.Tensor | None = None
+    """int32 ``[chunks, 2]``: first generated token of each chunk, and one past its last."""
+    turn_rewards: torch.Tensor | None = None
+    """float64 ``[chunks]``: reward on the last generated token of each chunk."""
+    truncated: torch.Tensor | None = None
+    """bool ``[chunks]``: True where the turn was cut off. Only segments whose last chunk was use
+    their ``bootstrap``; without this tensor all do."""
     turn_ids: torch.Tensor | None = None
     """int32 ``[tokens]``: chunk that generated each token, or a negative number."""
+    num_positions: int | None = None
+    """Upper bound of the number of scanned tokens; without it all may be."""
     by_turn: bool = False
-    """Whether a chunk is one action, represented by its first generated token."""
-    limits: Limits = Limits()
+    """Whether a chunk is one action. Its result is then at its first generated token; the other
+    entries are undefined."""
+    limits: Sequence[float] = Limits()
     kind: str = "gae"
     max_seqlen: int | None = None
-    """Upper bound of a segment's length, if known."""
+    """Upper bound of a segment's length, if known. It decides how the work is cut."""
 
     @property
-    def device(self) -> torch.device:
-        """Device of all tensors."""
-        return self.cu_seqlens.device
+    def num_tokens(self) -> int:
+        """Tokens of the results."""
+        tokens = self.turn_ids if self.rewards is None else self.rewards
+        assert tokens is not None
+        return tokens.shape[0]
+
+    @property
+    def positions(self) -> int:
+        """Upper bound of the number of scanned tokens."""
+        return self.num_tokens if self.num_positions is None else self.num_positions
 
     @property
     def num_segments(self) -> int:
@@ -105,37 +117,26 @@ class Scan(NamedTuple):
     @property
     def num_chunks(self) -> int:
         """Number of chunks; 0 without."""
-        return 0 if self.chunks is None else self.chunks.rewards.shape[0]
+        return 0 if self.turn_rewards is None else self.turn_rewards.shape[0]
 
 
-def check_scan_inputs(
-    op: str,
-    rewards: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    *,
-    loss_mask: torch.Tensor | None,
-    observation: str,
-    bootstrap: torch.Tensor | None = None,
-    max_seqlen: int | None = None,
-    **over_tokens: torch.Tensor,
-) -> None:
-    """Raise unless the arguments of an estimator agree; no tensor's values are read.
-
-    ``over_tokens`` are float tensors ``[tokens]`` without a gradient, by argument name.
-    """
+def check_scan_inputs(op: str, scan: Scan) -> None:
+    """Raise unless the arguments of an estimator agree; no tensor's values are read."""
+    rewards, cu_seqlens = scan.rewards, scan.cu_seqlens
     check_tensor(op, "rewards", rewards, dtypes=FLOATS)
+    assert rewards is not None
     each: dict[str, Any] = {"device": rewards.device, "entries": rewards.shape[0]}
     check_cu_seqlens(op, cu_seqlens, device=rewards.device)
     if rewards.shape[0] and cu_seqlens.shape[0] == 1:
         raise ValueError(f"{op}: cu_seqlens must bound {rewards.shape[0]} entries, got no segment")
-    for name, tensor in over_tokens.items():
-        check_tensor(op, name, tensor, dtypes=FLOATS, constant=True, **each)
-    check_choice(op, "observation", observation, OBSERVATIONS)
-    if loss_mask is not None:
-        check_tensor(op, "loss_mask", loss_mask, dtypes=(torch.bool,), **each)
-    if bootstrap is not None:
-        _check_of_segments(op, "bootstrap", bootstrap, cu_seqlens)
-    check_max_seqlen(op, max_seqlen)
+    for name in FLOATS_OF_TOKENS[scan.kind]:
+        check_tensor(op, name, getattr(scan, name), dtypes=FLOATS, constant=True, **each)
+    check_choice(op, "observation", scan.observation, OBSERVATIONS)
+    if scan.loss_mask is not None:
+        check_tensor(op, "loss_mask", scan.loss_mask, dtypes=(torch.bool,), **each)
+    if scan.bootstrap is not None:
+        _check_of_segments(op, "bootstrap", scan.bootstrap, cu_seqlens)
+    check_max_seqlen(op, scan.max_seqlen)
 
 
 def split_rate(
@@ -144,7 +145,7 @@ def split_rate(
     """Return a discount or λ as a number, and as a float64 tensor if there is one per segment."""
     if isinstance(rate, torch.Tensor):
         _check_of_segments(op, name, rate, cu_seqlens)
-        return 1.0, rate.double().contiguous()
+        return 1.0, rate.double()
     if not isinstance(rate, Real):
         raise TypeError(f"{op}: {name} must be a number or a tensor, got {rate!r}")
     return float(rate), None
@@ -152,14 +153,5 @@ def split_rate(
 
 def _check_of_segments(op: str, name: str, tensor: torch.Tensor, cu_seqlens: torch.Tensor) -> None:
     """Raise unless ``tensor`` has one constant float for each segment."""
-    num_segments, device = cu_seqlens.shape[0] - 1, cu_seqlens.device
-    check_tensor(
-        op,
-        name,
-        tensor,
-        dtypes=FLOATS,
-        device=device,
-        entries=num_segments,
-        per="segment",
-        constant=True,
-    )
+    each: dict[str, Any] = {"device": cu_seqlens.device, "entries": cu_seqlens.shape[0] - 1}
+    check_tensor(op, name, tensor, dtypes=FLOATS, per="segment", constant=True, **each)

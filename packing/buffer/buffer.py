@@ -406,15 +406,7 @@ def returns_of_turns(region: DeviceRegion, counts: Counts, impl: Impl) -> torch.
     rewards = region.table("turn_rewards", counts.turns)
     cu_turns = region.table("cu_turns", counts.trajectories + 1)
     discounts = region.table("turn_discounts", counts.trajectories)
-    scan = Scan(
-        cu_turns,
-        counts.turns,
-        counts.turns,
-        rewards,
-        kind="returns",
-        gammas=discounts,
-        max_seqlen=counts.most_turns,
-    )
+    scan = Scan(cu_turns, rewards, kind="returns", gammas=discounts, max_seqlen=counts.most_turns)
     if impl == "triton":  # directly, because a registered op costs the host as much again
         return run_scan(scan, impl)[0]
     return credit_scan(scan, "discounted_returns", impl)[0]

@@ -11,13 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 
-from trajpack.kernels.credit.turns import (
-    Scores,
-    Turns,
-    credit_of_turns,
-    scores_of_trajectories,
-    spread,
-)
+from trajpack.kernels.credit.turns import Scores, Turns, scores_of_trajectories, spread
 from trajpack.kernels.dispatch import Impl, resolve_impl
 from trajpack.kernels.groups.group_advantages import (
     MOST_COMPARED,
@@ -34,8 +28,9 @@ from trajpack.kernels.reduce.whiten import (
     sums_of_moments,
     whiten_by,
 )
+from trajpack.kernels.scan.credit_scan import credit_scan
 from trajpack.kernels.scan.observations import PASSING
-from trajpack.kernels.scan.scan_inputs import Limits, ScanChunks
+from trajpack.kernels.scan.scan_inputs import Limits, Scan
 from trajpack.kernels.validation import check_tensor
 from trajpack.packing.conversion import shown
 from trajpack.packing.credit.estimators import (
@@ -238,18 +233,8 @@ def _check_inputs(batch: PackedBatch, estimator: Estimator, inputs: Inputs) -> N
             )
 
 
-class Scanned(NamedTuple):
-    """Tokens that an estimator scans."""
-
-    chunks: ScanChunks
-    num_positions: int
-    """Upper bound of their number."""
-    longest: int | None
-    """Upper bound of the number of a trajectory, if the host knows one."""
-
-
-def chunks_of(batch: PackedBatch, estimator: TokenEstimator) -> Scanned:
-    """Return the scanned tokens of each turn: those that it generated.
+def chunks_of(batch: PackedBatch, estimator: TokenEstimator) -> Scan:
+    """Return a scan of the tokens that each turn generated, without what the estimator makes of it.
 
     Where tokens that were not generated are steps, all tokens that are new with a turn belong to
     it. The host summed up their numbers when it packed; for any other batch three small launches
@@ -264,9 +249,17 @@ def chunks_of(batch: PackedBatch, estimator: TokenEstimator) -> Scanned:
         cu_positions = torch.zeros_like(batch.cu_generated) if known is None else known
         if known is None:
             torch.cumsum(spans[:, 1] - begins, 0, dtype=torch.int32, out=cu_positions[1:])
-    truncated = batch.turn_truncated if estimator.truncated == "bootstrap" else None
-    chunks = ScanChunks(cu_positions, begins, spans, batch.turn_rewards, truncated)
-    return Scanned(chunks, num_positions, _longest(batch, are_steps))
+    return Scan(
+        batch.cu_turns,
+        cu_positions=cu_positions,
+        begins=begins,
+        spans=spans,
+        turn_rewards=batch.turn_rewards,
+        truncated=batch.turn_truncated if estimator.truncated == "bootstrap" else None,
+        turn_ids=batch.turn_ids,
+        num_positions=num_positions,
+        max_seqlen=_longest(batch, are_steps),
+    )
 
 
 def _longest(batch: PackedBatch, are_steps: bool) -> int | None:
@@ -287,31 +280,27 @@ def _of_tokens(batch: PackedBatch, estimator: TokenEstimator, inputs: Inputs, im
         if getattr(estimator, name, None) is not None
     }
     sampled = batch.rollout_logprobs if inputs.logprobs is None else inputs.logprobs
-    kl: tuple[torch.Tensor, ...] = ()
-    if estimator.kl is not None and inputs.ref_logprobs is not None:
-        kl = sampled, inputs.ref_logprobs
-        clamp = inf if estimator.kl.clamp is None else float(estimator.kl.clamp)
-        options |= {"kl_coefficient": float(estimator.kl.coefficient), "kl_clamp": clamp}
-    scanned = chunks_of(batch, estimator)
     by_turn, masks = isinstance(estimator, TurnGAE), estimator.truncated == "mask"
-    values, returns = credit_of_turns(
-        scanned.chunks,
-        batch.cu_turns,
-        batch.turn_ids,
-        num_positions=scanned.num_positions,
-        max_seqlen=scanned.longest,
+    scan = chunks_of(batch, estimator)._replace(
+        values=inputs.values if hasattr(estimator, "lam") else None,
         gamma=float(estimator.gamma),  # type: ignore[attr-defined]
         lam=float(getattr(estimator, "lam", 1.0)),
         observation=getattr(estimator, "observation", "carry"),
-        impl=impl,
-        values=inputs.values if hasattr(estimator, "lam") else None,
         bootstrap=inputs.bootstrap,
-        weights=(sampled, batch.rollout_logprobs) if isinstance(estimator, VTrace) else (),
-        kl=kl,
-        kl_estimator=None if estimator.kl is None else estimator.kl.estimator,
-        limits=Limits(**options),
         by_turn=by_turn,
     )
+    if estimator.kl is not None:
+        clamp = inf if estimator.kl.clamp is None else float(estimator.kl.clamp)
+        options |= {"kl_coefficient": float(estimator.kl.coefficient), "kl_clamp": clamp}
+        scan = scan._replace(
+            logprobs=sampled, ref_logprobs=inputs.ref_logprobs, estimator=estimator.kl.estimator
+        )
+    if isinstance(estimator, VTrace):
+        scan = scan._replace(
+            kind="vtrace", logprobs=sampled, rollout_logprobs=batch.rollout_logprobs
+        )
+    scan = scan._replace(limits=Limits(**options))
+    values, returns = credit_scan(scan, OP, impl)
     turns = Turns(batch.turn_ids, batch.run_table) if by_turn or masks else None
     if by_turn and turns is not None:
         first = batch.turn_spans[:, 0]

@@ -42,7 +42,7 @@ def launched(tensors: Sequence[torch.Tensor], max_seqlen: int | None) -> torch.T
     """Return what the kernels write for a bound."""
     rewards, cu_seqlens, discounts = tensors
     num = rewards.shape[0]
-    scan = Scan(cu_seqlens, num, num, rewards, gammas=discounts, kind="returns")
+    scan = Scan(cu_seqlens, rewards, gammas=discounts, kind="returns")
     returns = torch.empty(num, device=rewards.device)
     launch(scan._replace(max_seqlen=max_seqlen), (returns,))
     return returns

@@ -11,12 +11,7 @@ from torch.autograd.profiler import profile
 
 from trajpack import kernels
 from trajpack.kernels import validation
-from trajpack.kernels.credit.turns import (
-    Turns,
-    credit_of_turns,
-    scores_of_trajectories,
-    spread as spread_turns,
-)
+from trajpack.kernels.credit.turns import Turns, scores_of_trajectories, spread as spread_turns
 from trajpack.kernels.fields.gather_fields import FieldLayout, gather_fields
 from trajpack.kernels.fields.pieces import PIECE_WIDTH, Piece
 from trajpack.kernels.groups.group_advantages import (
@@ -26,7 +21,8 @@ from trajpack.kernels.groups.group_advantages import (
     order_by_state,
 )
 from trajpack.kernels.runs import Run
-from trajpack.kernels.scan.scan_inputs import ScanChunks
+from trajpack.kernels.scan.credit_scan import credit_scan
+from trajpack.kernels.scan.scan_inputs import Scan
 from trajpack.kernels.validation import values_to_check
 
 TOKENS = 4
@@ -157,11 +153,11 @@ def spread(starts=(0, 2, 4), turns=(0, 1, 0), index=None):
 
 
 def scanned(cu_turns=CU_TURNS, begins=TURNS[:, 0], spans=TURNS, cu_positions=CU_TURNS * 2):
-    chunks = ScanChunks(cu_positions, begins.contiguous(), spans, torch.zeros(2).double())
-    return credit_of_turns(
-        chunks, cu_turns, TURN_IDS, num_positions=TOKENS, gamma=1.0, lam=1.0,
-        observation="carry", impl="triton",
+    scan = Scan(
+        cu_turns, cu_positions=cu_positions, begins=begins.contiguous(), spans=spans,
+        turn_rewards=torch.zeros(2).double(), turn_ids=TURN_IDS,
     )  # fmt: skip
+    return credit_scan(scan, "with_advantages", "triton")
 
 
 def compared(order=ORDER, groups=GROUPS):
@@ -204,18 +200,18 @@ FOLLOWED = {
         lambda table=CU_TURNS[:2]: spread(index=table), ints(0, 3),
         "spread: index must be in [0, 3)",
     ),
-    "turns that are scanned": (scanned, ints(0, 1, 3), "credit_of_turns: cu_turns must go from 0"),
+    "turns that are scanned": (scanned, ints(0, 1, 3), "with_advantages: cu_turns must go from 0"),
     "begins of chunks": (
         lambda table=TURNS[:, 0]: scanned(begins=table), ints(0, 3),
-        "credit_of_turns: chunks from begins must lie within 4 entries",
+        "with_advantages: chunks from begins must lie within 4 entries",
     ),
     "spans of chunks": (
         lambda table=TURNS: scanned(spans=table), ints([0, 2], [3, 2]),
-        "credit_of_turns: spans must lie within 4 entries",
+        "with_advantages: spans must lie within 4 entries",
     ),
     "lengths of chunks": (
         lambda table=CU_TURNS * 2: scanned(cu_positions=table), ints(0, 2, 9),
-        "credit_of_turns: cu_positions must lie within 4 entries",
+        "with_advantages: cu_positions must lie within 4 entries",
     ),
     "scores": (
         lambda table=CU_TURNS: scores_of_trajectories(

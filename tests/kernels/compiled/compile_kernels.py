@@ -110,7 +110,7 @@ def measure_returns() -> Iterator[dict[str, Any]]:
         for entries, bound in ((4096, None), (8193, None), (8193, 4096), (8193, 4097), (0, None)):
             recorder.launches.clear()
             rewards = torch.zeros(entries)
-            scan = Scan(cu_seqlens, entries, entries, rewards, kind="returns", max_seqlen=bound)
+            scan = Scan(cu_seqlens, rewards, kind="returns", max_seqlen=bound)
             credit_scan_forward(scan)
             launches = [(done["kernel"], done["grid"][0]) for done in recorder.launches]
             yield {"entries": entries, "max_seqlen": bound, "launches": launches}

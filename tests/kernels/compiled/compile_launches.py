@@ -25,18 +25,22 @@ from trajpack.kernels.fields.gather_fields import UNITS, RowLayout, empty_units
 from trajpack.kernels.fields.gather_fields_triton import write_rows
 from trajpack.kernels.fields.gather_words_triton import gather_words_forward
 from trajpack.kernels.groups.group_advantages import Rule
-from trajpack.kernels.groups.group_advantages_triton import advantages_of_sizes, order_forward
+from trajpack.kernels.groups.group_advantages_triton import (
+    LONG,
+    group_advantages_forward,
+    order_forward,
+)
 from trajpack.kernels.logprobs.logit_statistics import Tile
 from trajpack.kernels.logprobs.logit_statistics_triton import BLOCK, fold_forward, slope_forward
 from trajpack.kernels.logprobs.pair_logits import Logits, Pairs
 from trajpack.kernels.rearrange.pad_triton import pad_forward, unpad_forward
 from trajpack.kernels.rearrange.segments import Rows
 from trajpack.kernels.rearrange.select_tokens_triton import select_forward
-from trajpack.kernels.reduce.segment_reduce_triton import chunk_fold, chunk_partials, segment_rows
+from trajpack.kernels.reduce.segment_reduce_triton import FEWEST_ENTRIES, segment_reduce_forward
 from trajpack.kernels.reduce.whiten_triton import moments_forward, whiten_forward
 from trajpack.kernels.scan.credit_scan_triton import LONGEST_WALK, launch
 from trajpack.kernels.scan.observations import OBSERVATIONS
-from trajpack.kernels.scan.scan_inputs import KINDS, Limits, Scan, ScanChunks
+from trajpack.kernels.scan.scan_inputs import KINDS, Limits, Scan
 
 PLAIN = {"BLOCK": 1024, "num_warps": 4, "enable_fp_fusion": False}
 Launches = Iterator[tuple[str, partial[Any]]]
@@ -44,6 +48,8 @@ TOKENS = 1500
 OWN = (8, 4, 1, 1, 4, 4, 4, 4)
 """Units of a micro-batch's tensors: ids, turns, two masks, log-probabilities, versions, returns
 and advantages."""
+CHUNKS = ("cu_positions", "begins", "spans", "turn_rewards", "turn_ids")
+"""Inputs of a scan that has chunks."""
 DEMANDING = {
     "write_fields": {"aligned"},
     "gather_words_forward": {"aligned"},
@@ -54,16 +60,14 @@ DEMANDING = {
     "launch": {"reset, float64, a rate each", "chunks, vtrace, in rows"},
     "scores_forward": {"turns", "given"},
     "spread_forward": {"trajectories and steps", "two of turns"},
-    "advantages_of_sizes": {
-        "mean by std",
+    "group_advantages_forward": {
+        "mean by std, valid",
         "second_best by std",
         "leave_one_out by leave_one_out_std, valid",
         "mean by std, valid, long",
     },
     "order_forward": {"int64"},
-    "segment_rows": {"mean of float32, masked"},
-    "chunk_partials": {"mean of float32, masked"},
-    "chunk_fold": {"mean of float32, masked"},
+    "segment_reduce_forward": {"mean of float32, masked", "mean of float32, masked, in chunks"},
     "moments_forward": {"float64", "float64, numbers"},
     "whiten_forward": {"float64", "float64, numbers, own"},
     "sum_slots": {"float64, bounds", "int64 ids, owners"},
@@ -162,16 +166,14 @@ def launches_of_segments(cu_seqlens: torch.Tensor) -> Launches:
     rows = [("sum", f32, False), ("sum", f64, True), ("sum", torch.bool, False)]
     rows += [("mean", f32, True), ("max", f32, True), ("max", i64, False)]
     for reduction, dtype, has_mask in rows:
-        x = words.view(dtype)[:9000]
-        counted = mask.view(torch.bool)[1:9001] if has_mask else None
+        x = words.view(dtype)[: FEWEST_ENTRIES + 1]
+        counted = mask.view(torch.bool)[1 : len(x) + 1] if has_mask else None
         label = f"{reduction} of {dtype}{', masked' * has_mask}".replace("torch.", "")
         out = words.view(dtype if dtype in (f32, f64) else i64)[1:9]
-        yield label, partial(segment_rows, x, cu_seqlens, counted, out, reduction)
+        launch = partial(segment_reduce_forward, x, cu_seqlens, counted, out, reduction=reduction)
+        yield label, partial(launch, max_seqlen=1)
         if dtype == f32 and reduction != "max":
-            partials = words.view(f64)[:160], words.view(torch.int32)[:160]
-            yield label, partial(chunk_partials, x, cu_seqlens, counted, reduction)
-            inputs = x, cu_seqlens, counted, out, reduction
-            yield label, partial(chunk_fold, *inputs, *partials)
+            yield f"{label}, in chunks", partial(launch, max_seqlen=None)
 
 
 def launches_of_importance(cu_seqlens: torch.Tensor) -> Launches:
@@ -239,7 +241,7 @@ def launches_of_scans(cu_seqlens: torch.Tensor) -> Launches:
 
 
 def _launches_of_scan(label: str, scan: Scan) -> Launches:
-    main = torch.zeros(99, device=scan.device)
+    main = torch.zeros(99, device=scan.cu_seqlens.device)
     outputs = (main,) if scan.kind in ("returns", "adjoint") else (main, torch.zeros_like(main))
     yield label, partial(launch, scan, outputs)
     long = scan._replace(num_positions=LONGEST_WALK + 1)
@@ -253,14 +255,16 @@ def launches_of_every_scan(device: str = "cpu") -> Launches:
     plain, rated = some["carry"], some["reset, float64, a rate each"]
     of_chunks, by_chunk = some["chunks, k3"], some["chunks, by turn"]
     given = {name: getattr(rated, name) for name in ("gammas", "lams", "bootstrap")}
-    most = {name: getattr(of_chunks, name) for name in ("kl", "estimator")}
-    most |= {"bootstrap": rated.bootstrap, "chunks": by_chunk.chunks}
-    weights = some["vtrace, multiply"].weights
+    names = ("logprobs", "ref_logprobs", "estimator")
+    most = {name: getattr(of_chunks, name) for name in names}
+    most |= {"bootstrap": rated.bootstrap, "truncated": by_chunk.truncated}
+    weights = {"logprobs": plain.rewards, "rollout_logprobs": plain.rewards}
+    chunks = {name: getattr(of_chunks, name) for name in CHUNKS}
     kinds = [kind for kind in KINDS if kind != "returns"]  # "gae" with less of it
     for kind, observation in product(kinds, OBSERVATIONS):
         scan = plain._replace(kind=kind, observation=observation)
         if kind == "vtrace":
-            scan = scan._replace(weights=weights)
+            scan = scan._replace(**weights)
         if kind == "adjoint":
             scan = scan._replace(values=None)
         full = scan._replace(rewards=rated.rewards, **given)
@@ -268,10 +272,8 @@ def launches_of_every_scan(device: str = "cpu") -> Launches:
             full = full._replace(bootstrap=None)
         cases = {"least": scan, "most": full}
         if kind in ("gae", "vtrace"):
-            chunks = scan._replace(
-                rewards=None, loss_mask=None, chunks=of_chunks.chunks, turn_ids=of_chunks.turn_ids
-            )
-            cases |= {"least, chunks": chunks, "most, chunks": chunks._replace(**most)}
+            least = scan._replace(rewards=None, loss_mask=None, **chunks)
+            cases |= {"least, chunks": least, "most, chunks": least._replace(**most)}
         for label, case in cases.items():
             yield from _launches_of_scan(f"{kind}, {observation}, {label}", case)
 
@@ -282,14 +284,14 @@ def scans(cu_seqlens: torch.Tensor) -> dict[str, Scan]:
     tokens = torch.zeros(99, device=device)
     mask = torch.zeros(99, dtype=torch.bool, device=device)
     each = torch.zeros(8, device=device)
-    gae = Scan(cu_seqlens, 99, 99, tokens, tokens, mask, 1.0, 0.95, "carry")
+    gae = Scan(cu_seqlens, tokens, tokens, mask, 1.0, 0.95, "carry")
     rated = {"gammas": each.double(), "lams": each.double(), "bootstrap": each}
     words = torch.zeros(16, dtype=torch.int32, device=device)
     spans = words.view(8, 2)
     ids = torch.zeros(99, dtype=torch.int32, device=device)
-    chunks = ScanChunks(words[:9], spans[:, 0], spans, each.double())
-    of_chunks = gae._replace(rewards=None, loss_mask=None, chunks=chunks, turn_ids=ids)
-    weighted = {"weights": (tokens, tokens), "limits": Limits(rho_clip=1.0)}
+    chunks = dict(zip(CHUNKS, (words[:9], spans[:, 0], spans, each.double(), ids), strict=True))
+    of_chunks = gae._replace(rewards=None, loss_mask=None, **chunks)
+    weighted = {"logprobs": tokens, "rollout_logprobs": tokens, "limits": Limits(rho_clip=1.0)}
     return {
         "carry": gae,
         "reset, float64, a rate each": gae._replace(
@@ -304,11 +306,9 @@ def scans(cu_seqlens: torch.Tensor) -> dict[str, Scan]:
         "vtrace, multiply": gae._replace(kind="vtrace", observation="multiply", **weighted),
         "chunks, vtrace": of_chunks._replace(kind="vtrace", **weighted),
         "chunks, k3": of_chunks._replace(
-            kl=(tokens, tokens), estimator="k3", limits=Limits(kl_coefficient=0.1)
+            logprobs=tokens, ref_logprobs=tokens, estimator="k3", limits=Limits(kl_coefficient=0.1)
         ),
-        "chunks, by turn": of_chunks._replace(
-            by_turn=True, bootstrap=each, chunks=chunks._replace(truncated=mask[:8])
-        ),
+        "chunks, by turn": of_chunks._replace(by_turn=True, bootstrap=each, truncated=mask[:8]),
     }
 
 
@@ -333,17 +333,21 @@ def launches_of_spreads(cu_turns: torch.Tensor) -> Launches:
 
 def launches_of_groups(scores: torch.Tensor) -> Launches:
     """What is summed in each way that a recipe asks for, with and without marks."""
+    scores = scores.new_zeros(LONG + 1)
     ids = torch.zeros_like(scores, dtype=torch.int64)
     valid, small = ids.bool(), ids.int()
     spans = torch.stack([small, small], 1)
 
-    def launch(baseline: str, scale: str, order: torch.Tensor, **more: Any) -> partial[Any]:
-        rule = Rule(baseline, scale, 1, 1e-6, "raw")
+    def launch(
+        baseline: str, scale: str, order: torch.Tensor, longest: int = 9, **more: Any
+    ) -> partial[Any]:
+        rule, more = Rule(baseline, scale), more | {"longest": longest}
         kind, segments = (scores.double(), small) if order is small else (scores, spans)
-        return partial(advantages_of_sizes, kind, segments, order, rule, scores, **more)
+        return partial(group_advantages_forward, kind, segments, order, rule, **more)
 
     yield "mean by std", launch("mean", "std", small)
-    yield "mean by std, valid, long", launch("mean", "std", small, valid=valid, long=True)
+    yield "mean by std, valid", launch("mean", "std", small, valid=valid)
+    yield "mean by std, valid, long", launch("mean", "std", small, LONG + 1, valid=valid)
     yield "length_weighted", launch("length_weighted", "none", ids, lengths=ids)
     yield "second_best by std", launch("second_best", "std", ids)
     others = launch("leave_one_out", "leave_one_out_std", small, valid=valid)

@@ -32,7 +32,6 @@ from trajpack.kernels.logprobs.logit_statistics_triton import fold_kernel, slope
 from trajpack.kernels.rearrange.pad_triton import pad_kernel, unpad_kernel
 from trajpack.kernels.rearrange.select_tokens_triton import select_tokens_kernel
 from trajpack.kernels.reduce.segment_reduce_triton import (
-    chunk_fold_kernel,
     chunk_partials_kernel,
     segment_reduce_kernel,
 )
@@ -52,7 +51,6 @@ KERNELS = (
     scores_kernel,
     segment_reduce_kernel,
     chunk_partials_kernel,
-    chunk_fold_kernel,
     select_tokens_kernel,
     spread_kernel,
     moments_kernel,

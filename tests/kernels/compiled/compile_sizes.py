@@ -367,7 +367,7 @@ def reduced(size: int, longest: int | None) -> None:
 
 
 def scanned(size: int, longest: int | None, kind: str = "gae") -> Any:
-    scan = Scan(ends(size), size, size, empty(size), gamma=0.9, kind=kind, max_seqlen=longest)
+    scan = Scan(ends(size), empty(size), gamma=0.9, kind=kind, max_seqlen=longest)
     if kind == "returns":
         return credit_scan_forward(scan)
     return credit_scan_forward(scan._replace(values=empty(size), lam=0.9))

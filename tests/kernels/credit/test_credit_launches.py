@@ -115,7 +115,7 @@ def test_short_trajectories_are_scanned_in_one_launch(name: str) -> None:
     """The batch may be longer: the host knows the longest trajectory, also of a loaded batch."""
     estimator, trajectories = EVERY[name], some_trajectories(8)
     scanned = chunks_of(pack(trajectories, device="cpu"), estimator)
-    bound = scanned.longest
+    bound = scanned.max_seqlen
     assert bound is not None
     assert bound < scanned.num_positions
     with small_scans(bound):
@@ -131,10 +131,10 @@ def test_one_sequence_a_trajectory_bounds_the_scan_of_a_batch_that_was_loaded() 
     packed = pack(trajectories, device="cpu")
     for layout, bound in (("merged", 8), ("turns", 8)):
         batch = dataclasses.replace(pack(trajectories, layout, device="cpu"))
-        assert chunks_of(batch, EVERY["GAE"]).longest == bound
-    assert chunks_of(packed, EVERY["GAE"]).longest == 7
+        assert chunks_of(batch, EVERY["GAE"]).max_seqlen == bound
+    assert chunks_of(packed, EVERY["GAE"]).max_seqlen == 7
     several = dataclasses.replace(pack(some_trajectories(8), "turns", device="cpu"))
-    assert chunks_of(several, EVERY["GAE"]).longest is None
+    assert chunks_of(several, EVERY["GAE"]).max_seqlen is None
 
 
 def test_a_penalty_a_clip_and_a_bootstrap_add_no_launch() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from tests.ptx.executor import on_executor
 from trajpack.kernels.reduce import segment_reduce_triton
 from trajpack.kernels.reduce.segment_reduce import (
     segment_max,
@@ -19,13 +20,7 @@ from trajpack.kernels.reduce.segment_reduce import (
     segment_reduce_reference,
     segment_sum,
 )
-from trajpack.kernels.reduce.segment_reduce_triton import (
-    FEWEST_ENTRIES,
-    chunk_fold,
-    chunk_partials,
-    segment_reduce_forward,
-    segment_rows,
-)
+from trajpack.kernels.reduce.segment_reduce_triton import FEWEST_ENTRIES, segment_reduce_forward
 from trajpack.testing import assert_same_bits, boundaries
 
 REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -224,20 +219,26 @@ def test_a_segment_has_the_same_bits_alone_and_packed(
             assert_same_bits(alone, together[index : index + 1])
 
 
-def by_chunks(
-    x: torch.Tensor, cu_seqlens: torch.Tensor, mask: torch.Tensor | None, out: Any, name: str
-) -> None:
-    partials, counts = chunk_partials(x, cu_seqlens, mask, name)
-    chunk_fold(x, cu_seqlens, mask, out, name, partials, counts)
+def by_regime(
+    regime: str, x: torch.Tensor, cu_seqlens: torch.Tensor, mask: Any, out: torch.Tensor, name: str
+) -> torch.Tensor:
+    """Reduce into ``out`` by one launch over ``"rows"`` or by two over ``"chunks"``."""
+    with pytest.MonkeyPatch.context() as patch:
+        few = len(x) if regime == "rows" else -1
+        patch.setattr(segment_reduce_triton, "FEWEST_ENTRIES", few)
+        segment_reduce_forward(x, cu_seqlens, mask, out, reduction=name, max_seqlen=None)
+    return out
 
 
 def assert_regimes_agree(x: torch.Tensor, cu_seqlens: torch.Tensor, mask: Any, name: str) -> None:
     """Assert that both are right, to the same bits."""
-    outs = [segment_reduce_reference(x, cu_seqlens, mask, name) for _ in range(3)]
-    segment_rows(x, cu_seqlens, mask, outs[1].fill_(7), name)
-    by_chunks(x, cu_seqlens, mask, outs[2].fill_(7), name)
-    assert_same_bits(outs[2], outs[1])
-    torch.testing.assert_close(outs[1], outs[0], rtol=1e-6, atol=1e-6)
+    expected = segment_reduce_reference(x, cu_seqlens, mask, name)
+    rows, chunks = (
+        by_regime(regime, x, cu_seqlens, mask, torch.full_like(expected, 7), name)
+        for regime in ("rows", "chunks")
+    )
+    assert_same_bits(chunks, rows)
+    torch.testing.assert_close(rows, expected, rtol=1e-6, atol=1e-6)
 
 
 def cut_small(patch: pytest.MonkeyPatch) -> None:
@@ -446,45 +447,33 @@ def test_the_kernels_stay_in_bounds_with_bad_boundaries(
     out = torch.full((len(ends) - 1,), math.nan)
     decreases = ends is BROKEN["backward"]  # then chunks are missed, so only rows are defined
     for regime in ("rows", "chunks")[: 1 if decreases else 2]:
-        inputs = x, cu_seqlens, None, out.fill_(math.nan), name
-        if regime == "rows":
-            segment_rows(*inputs)
-        else:
-            chunk_fold(*inputs, *chunk_partials(x, cu_seqlens, None, name))
+        by_regime(regime, x, cu_seqlens, None, out.fill_(math.nan), name)
         assert not out.isnan().any()
         if not decreases:
             assert_same_bits(out, segment_reduce_reference(x, cu_seqlens, None, name))
 
 
+ROWS, CHUNKS = ["segment_reduce_kernel"], ["chunk_partials_kernel", "segment_reduce_kernel"]
+
+
 @pytest.mark.parametrize(
     ("entries", "max_seqlen", "is_spans", "launched"),
     [
-        (FEWEST_ENTRIES, None, False, ["rows"]),
-        (FEWEST_ENTRIES + 1, None, False, ["partials", "fold"]),
-        (FEWEST_ENTRIES + 1, 4096, False, ["rows"]),
-        (FEWEST_ENTRIES + 1, 4097, False, ["partials", "fold"]),
-        (FEWEST_ENTRIES, 4097, False, ["rows"]),
-        (FEWEST_ENTRIES + 1, None, True, ["rows"]),
+        (FEWEST_ENTRIES, None, False, ROWS),
+        (FEWEST_ENTRIES + 1, None, False, CHUNKS),
+        (FEWEST_ENTRIES + 1, 4096, False, ROWS),
+        (FEWEST_ENTRIES + 1, 4097, False, CHUNKS),
+        (FEWEST_ENTRIES, 4097, False, ROWS),
+        (FEWEST_ENTRIES + 1, None, True, ROWS),
     ],
 )
 def test_max_seqlen_decides_the_launches(
-    monkeypatch: pytest.MonkeyPatch,
-    entries: int,
-    max_seqlen: int | None,
-    is_spans: bool,
-    launched: list[str],
+    entries: int, max_seqlen: int | None, is_spans: bool, launched: list[str]
 ) -> None:
-    calls: list[str] = []
-
-    def record(name: str) -> tuple[None, None]:
-        calls.append(name.split("_")[1])
-        return None, None
-
-    for name in ("segment_rows", "chunk_partials", "chunk_fold"):
-        monkeypatch.setattr(segment_reduce_triton, name, lambda *_, n=name: record(n))
     segments = torch.zeros((1, 2) if is_spans else 2, dtype=torch.int32)
     x = torch.zeros(entries)
-    segment_reduce_forward(
-        x, segments, None, torch.zeros(1), reduction="sum", max_seqlen=max_seqlen
-    )
-    assert calls == launched
+    with on_executor() as executor:
+        segment_reduce_forward(
+            x, segments, None, torch.zeros(1), reduction="sum", max_seqlen=max_seqlen
+        )
+    assert executor.launched == launched

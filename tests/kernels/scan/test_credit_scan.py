@@ -20,11 +20,11 @@ from trajpack.kernels.scan.credit_scan import (
     exclusive_scan_on_host,
     exclusive_scan_reference,
 )
-from trajpack.kernels.scan.scan_inputs import Limits
+from trajpack.kernels.scan.scan_inputs import Limits, Scan
 from trajpack.testing import assert_same_bits, boundaries
 
 OP = torch.ops.trajpack.credit_scan.default
-Scan: TypeAlias = Callable[..., torch.Tensor]
+Recurrence: TypeAlias = Callable[..., torch.Tensor]
 SCANS = pytest.mark.parametrize("scan", [exclusive_scan_on_host, exclusive_scan_reference])
 
 
@@ -63,7 +63,7 @@ def by_loop(
         [5000],
     ],
 )
-def test_it_equals_the_loop(scan: Scan, lengths: list[int]) -> None:
+def test_it_equals_the_loop(scan: Recurrence, lengths: list[int]) -> None:
     inputs = inputs_of(lengths)
     torch.testing.assert_close(scan(*inputs), by_loop(*inputs), rtol=1e-12, atol=1e-12)
 
@@ -82,7 +82,7 @@ def test_short_segments_are_the_loop_to_the_bit() -> None:
 
 
 @SCANS
-def test_a_segment_has_the_same_bits_beside_any_segments(scan: Scan) -> None:
+def test_a_segment_has_the_same_bits_beside_any_segments(scan: Recurrence) -> None:
     lengths = [ROW, 3, 5 * ROW + 1, 0, 1, 999, *range(0, 150, 7)]
     decay, increment, start, cu_seqlens = inputs_of(lengths)
     together = scan(decay, increment, start, cu_seqlens).split(lengths)
@@ -98,7 +98,7 @@ def test_a_segment_has_the_same_bits_beside_any_segments(scan: Scan) -> None:
 @SCANS
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_no_number_leaks_into_another_segment(scan: Scan, poison: float) -> None:
+def test_no_number_leaks_into_another_segment(scan: Recurrence, poison: float) -> None:
     decay, increment, start, cu_seqlens = inputs_of([70, 90, 5])
     clean = scan(decay, increment, start, cu_seqlens)
     decay[70:160], increment[70:160], start[1] = poison, poison, poison
@@ -108,14 +108,14 @@ def test_no_number_leaks_into_another_segment(scan: Scan, poison: float) -> None
 
 
 @SCANS
-def test_a_state_of_zero_stays_zero_though_decays_overflow(scan: Scan) -> None:
+def test_a_state_of_zero_stays_zero_though_decays_overflow(scan: Recurrence) -> None:
     decay = torch.full((300,), 1e30, dtype=torch.float64)
     states = scan(decay, torch.zeros(300).double(), torch.zeros(1).double(), boundaries([300]))
     assert_same_bits(states, torch.zeros(300, dtype=torch.float64))
 
 
 @SCANS
-def test_inputs_are_left_as_they_are(scan: Scan) -> None:
+def test_inputs_are_left_as_they_are(scan: Recurrence) -> None:
     inputs = inputs_of([200, 3])
     copies = [tensor.clone() for tensor in inputs]
     scan(*inputs)
@@ -157,13 +157,16 @@ def test_the_operator_is_registered_right(kind: str, dtype: torch.dtype, impl: s
     leaves = [batch.rewards]
     if kind in ("gae", "returns"):
         leaves.append(batch.rewards.clone().requires_grad_())
-    values, bootstrap, weights, limits = None, None, (None, None), Limits()
+    scan = Scan(
+        batch.cu_seqlens, lam=0.5, observation="reset", gammas=batch.gammas, limits=[*Limits()],
+        kind=kind,
+    )  # fmt: skip
     if kind in ("gae", "vtrace"):
-        values, bootstrap = batch.values, batch.bootstrap
+        scan = scan._replace(values=batch.values, bootstrap=batch.bootstrap)
     if kind == "vtrace":
-        weights = batch.logprobs, batch.rollout_logprobs
-        limits = Limits(rho_clip=0.875, c_clip=0.75, advantage_rho_clip=1.25)
+        limits = [*Limits(rho_clip=0.875, c_clip=0.75, advantage_rho_clip=1.25)]
+        weights = {"logprobs": batch.logprobs, "rollout_logprobs": batch.rollout_logprobs}
+        scan = scan._replace(limits=limits, **weights)
     for leaf, (mask, bound) in product(leaves, ((batch.loss_mask, 4), (None, None))):
-        inputs = leaf, batch.cu_seqlens, values, mask, bootstrap, *weights
-        rates = 1.0, batch.gammas, 0.5, None
-        torch.library.opcheck(OP, (*inputs, *rates, [*limits], "reset", kind, "op", impl, bound))
+        given = scan._replace(rewards=leaf, loss_mask=mask, max_seqlen=bound)
+        torch.library.opcheck(OP, (*given, "op", impl))

@@ -41,14 +41,15 @@ def random_masks(lengths: list[int], seed: int = 0) -> list[str]:
 
 
 def scan_of(batch: Batch, kind: str, observation: str, slack: int = 0) -> Scan:
-    num = len(batch.rewards)
     scan = Scan(
-        batch.cu_seqlens, num, num + slack, batch.rewards, batch.values, batch.loss_mask,
-        1.0, 1.0, observation, batch.gammas, batch.lams, batch.bootstrap, kind=kind,
+        batch.cu_seqlens, batch.rewards, batch.values, batch.loss_mask, 1.0, 1.0, observation,
+        batch.gammas, batch.lams, batch.bootstrap, num_positions=len(batch.rewards) + slack,
+        kind=kind,
     )  # fmt: skip
     if kind == "vtrace":
-        weights = batch.logprobs, batch.rollout_logprobs
-        return scan._replace(weights=weights, limits=Limits(rho_clip=0.875, c_clip=0.75))
+        limits = Limits(rho_clip=0.875, c_clip=0.75)
+        weights = {"logprobs": batch.logprobs, "rollout_logprobs": batch.rollout_logprobs}
+        return scan._replace(limits=limits, **weights)
     return scan._replace(values=None, bootstrap=None) if kind in ("returns", "adjoint") else scan
 
 
@@ -66,13 +67,9 @@ def alone(scan: Scan, index: int) -> Scan:
     tokens, own = slice(begin, end), slice(index, index + 1)
     names = {"rewards": tokens, "values": tokens, "loss_mask": tokens}
     names |= {"gammas": own, "lams": own, "bootstrap": own}
-    weights = None
-    if scan.weights is not None:
-        weights = (scan.weights[0][tokens].clone(), scan.weights[1][tokens].clone())
-    return scan._replace(
-        cu_seqlens=boundaries([end - begin]), num_tokens=end - begin, num_positions=end - begin,
-        weights=weights, **{name: cut(getattr(scan, name), part) for name, part in names.items()},
-    )  # fmt: skip
+    names |= {"logprobs": tokens, "rollout_logprobs": tokens}
+    rows = {name: cut(getattr(scan, name), part) for name, part in names.items()}
+    return scan._replace(cu_seqlens=boundaries([end - begin]), num_positions=None, **rows)
 
 
 def assert_bits_of_segments_alone(scan: Scan) -> None:
@@ -182,7 +179,7 @@ def test_the_bound_decides_what_is_launched(
     for name, size in (("BLOCK", 256), ("ROW", 1024), ("LONGEST_WALK", LONGEST_WALK)):
         monkeypatch.setattr(credit_scan_triton, name, size)
     tokens = torch.zeros(entries)
-    scan = Scan(boundaries([entries]), entries, entries, tokens, tokens, None, 1.0, 1.0, "carry")
+    scan = Scan(boundaries([entries]), tokens, tokens)
     with on_executor() as executor:
         launch(scan._replace(max_seqlen=max_seqlen), (tokens, tokens.clone()))
     assert executor.launched == ["effects_kernel", "scan_kernel"][2 - launches :]

@@ -25,7 +25,7 @@ from tests.kernels.credit.token_loops import (
 from trajpack.kernels.scan import credit_scan_triton
 from trajpack.kernels.scan.credit_scan import run_scan
 from trajpack.kernels.scan.observations import PASSING
-from trajpack.kernels.scan.scan_inputs import Limits, Scan, ScanChunks
+from trajpack.kernels.scan.scan_inputs import Limits, Scan
 from trajpack.testing import assert_same_bits, boundaries
 
 SEGMENTS = (
@@ -89,15 +89,13 @@ def case_of(segments: Sequence[Sequence[str]] = SEGMENTS, slack: int = 3) -> Cas
     rewards = torch.from_numpy(rng.standard_normal(len(turns)))
     spans = [[b + t.count("."), b + len(t)] for b, t in zip(begins, turns, strict=True)]
     table = torch.tensor([begins, begins], dtype=torch.int32).T.contiguous()
-    chunks = ScanChunks(
-        boundaries([len(turn) for turn in turns]), table[:, 0],
-        torch.tensor(spans, dtype=torch.int32).reshape(-1, 2), rewards,
-    )  # fmt: skip
-    positions = sum(map(len, turns)) + (slack if turns else 0)
     scan = Scan(
-        boundaries([len(segment) for segment in segments]), len(masks), positions, None,
-        batch.values, None, 1.0, 1.0, "carry", batch.gammas, batch.lams, batch.bootstrap,
-        chunks=chunks, turn_ids=batch.loss_mask.int() - 1,
+        boundaries([len(segment) for segment in segments]), values=batch.values,
+        gammas=batch.gammas, lams=batch.lams, bootstrap=batch.bootstrap,
+        cu_positions=boundaries([len(turn) for turn in turns]), begins=table[:, 0],
+        spans=torch.tensor(spans, dtype=torch.int32).reshape(-1, 2), turn_rewards=rewards,
+        num_positions=sum(map(len, turns)) + (slack if turns else 0),
+        turn_ids=batch.loss_mask.int() - 1,
     )  # fmt: skip
     counts = [len(segment) for segment in segments]
     tokens = [list(range(b, b + len(t))) for b, t in zip(begins, turns, strict=True)]
@@ -105,10 +103,10 @@ def case_of(segments: Sequence[Sequence[str]] = SEGMENTS, slack: int = 3) -> Cas
     return Case(scan, batch, places, [part.tolist() for part in rewards.split(counts)])
 
 
-def generated_alone(chunks: ScanChunks) -> ScanChunks:
+def generated_alone(scan: Scan) -> Scan:
     """Leave out of every chunk what was not generated."""
-    begins, ends = chunks.spans.unbind(1)
-    return chunks._replace(cu_positions=boundaries((ends - begins).tolist()), begins=begins)
+    begins, ends = scan.spans.unbind(1)
+    return scan._replace(cu_positions=boundaries((ends - begins).tolist()), begins=begins)
 
 
 def expected_of(case: Case, loop: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -155,10 +153,11 @@ def test_vtrace_equals_the_loop(observation: str, impl: str) -> None:
             walk, Ratios([ratios[token] for token in tokens], *clips), observation
         ),
     )
-    scan = case.scan._replace(
-        kind="vtrace", observation=observation, weights=(batch.logprobs, batch.rollout_logprobs),
+    scan = generated_alone(case.scan) if observation in PASSING else case.scan
+    scan = scan._replace(
+        kind="vtrace", observation=observation, logprobs=batch.logprobs,
+        rollout_logprobs=batch.rollout_logprobs,
         limits=Limits(rho_clip=clips[0], c_clip=clips[1], advantage_rho_clip=clips[2]),
-        chunks=generated_alone(case.scan.chunks) if observation in PASSING else case.scan.chunks,
     )  # fmt: skip
     for rows, numbers in zip(run_scan(scan, impl), exact, strict=True):
         assert_rounds(rows, numbers)
@@ -184,7 +183,8 @@ def test_rewards_are_clipped_and_penalised_by_kl(estimator: str, clamp: float, i
         return gae_by_loop(walk._replace(rewards=rewards), "carry")
 
     exact = expected_of(case._replace(rewards=clipped), penalised)
-    scan = case.scan._replace(kl=(sampled, ref), estimator=estimator, limits=limits)
+    scan = case.scan._replace(logprobs=sampled, ref_logprobs=ref)
+    scan = scan._replace(estimator=estimator, limits=limits)
     for rows, numbers in zip(run_scan(scan, impl), exact, strict=True):
         assert_rounds(rows, numbers, magnitude=1e7)  # the reference rounds penalties to float32
 
@@ -197,9 +197,11 @@ def test_blocks_of_any_size_equal_the_reference(
 ) -> None:
     """Segments in rows of 8, in one walk, and side by side; every token is written."""
     case = case_of()
-    weights = (case.batch.logprobs, case.batch.rollout_logprobs) if kind == "vtrace" else None
     limits = Limits(reward_clip=0.75, rho_clip=0.875)
-    scan = case.scan._replace(kind=kind, observation=observation, weights=weights, limits=limits)
+    scan = case.scan._replace(kind=kind, observation=observation, limits=limits)
+    if kind == "vtrace":
+        batch = case.batch
+        scan = scan._replace(logprobs=batch.logprobs, rollout_logprobs=batch.rollout_logprobs)
     exact = run_scan(scan, "torch")
     monkeypatch.setattr(credit_scan_triton, "LONGEST_WALK", longest)
     for block in (8, 64):
@@ -213,7 +215,7 @@ def test_blocks_of_any_size_equal_the_reference(
 def test_empty_segments_leave_zeros(segments: list[list[str]], impl: str) -> None:
     case = case_of(segments, slack=0)
     scan = case.scan._replace(
-        num_tokens=20, values=torch.ones(20), turn_ids=torch.full((20,), -1, dtype=torch.int32)
+        values=torch.ones(20), turn_ids=torch.full((20,), -1, dtype=torch.int32)
     )
     for rows in run_scan(scan, impl):
         assert_same_bits(rows, torch.zeros(20))
@@ -227,10 +229,10 @@ def test_the_reference_reads_no_value(observation: str) -> None:
         return field.to("meta") if isinstance(field, torch.Tensor) else field
 
     fields = {name: moved(field) for name, field in scan._asdict().items()}
-    fields["chunks"] = ScanChunks(*map(moved, scan.chunks or ()))
+    for name in ("logprobs", "rollout_logprobs"):
+        fields[name] = fields["values"]
     for kind in ("gae", "vtrace"):
-        weights = (fields["values"],) * 2 if kind == "vtrace" else None
-        named = {"kind": kind, "weights": weights, "observation": observation}
+        named = {"kind": kind, "observation": observation}
         for rows in run_scan(Scan(**(fields | named)), "torch"):
             assert (rows.shape, rows.dtype) == ((scan.num_tokens,), torch.float32)
             assert rows.device.type == "meta"

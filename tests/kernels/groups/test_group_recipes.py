@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from tests.ptx.executor import on_executor
+from trajpack.kernels import group_advantages
 from trajpack.kernels.groups.group_recipes import (
     dr_grpo,
     gpg,
@@ -173,6 +175,20 @@ def test_order_of_the_steps_changes_no_bit(impl: Any) -> None:
     found = step_advantages(scores, tasks, states, impl=impl)
     mixed = step_advantages(scores[order], tasks[order], states[order], impl=impl)
     assert_same_bits(mixed, found[order])
+
+
+def test_twenty_orders_of_programs_give_the_same_bits() -> None:
+    scores, tasks, states = random_steps(500, seed=4)
+    ids = tasks.clamp(0, 3).int()
+    found = []
+    for order in range(20):
+        with on_executor(order=order):
+            of_groups = group_advantages(scores, ids, num_groups=4, impl="triton")
+            found.append(
+                torch.stack([of_groups, step_advantages(scores, tasks, states, impl="triton")])
+            )
+    for again in found[1:]:
+        assert_same_bits(again, found[0])
 
 
 @pytest.mark.parametrize("impl", ["auto", "torch", "triton"])

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from tests.ptx.executor import on_executor
 from trajpack.kernels import masked_moments, moment_sums, whiten
 from trajpack.kernels.reduce import whiten_triton
 from trajpack.kernels.reduce.whiten import (
@@ -266,6 +267,17 @@ def test_sums_that_are_mostly_rounding_are_no_variance() -> None:
         _, found, squares, *_ = moments_of_sums(sums, 1.0)
         assert found.item() == mean + 1
         assert (squares.item() > 0) == kept
+
+
+def test_twenty_orders_of_programs_give_the_same_bits() -> None:
+    x, mask = batch(3 * CHUNK + 5, mean=3.0)
+    found = []
+    for order in range(20):
+        with on_executor(order=order):
+            moments = masked_moments(x, mask, impl="triton").float()
+            found.append(torch.cat([moments, whiten(x, mask, impl="triton")]))
+    for again in found[1:]:
+        assert_same_bits(again, found[0])
 
 
 def test_whitening_takes_two_launches_and_with_sums_one(executor: Any) -> None:

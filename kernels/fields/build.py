@@ -150,7 +150,7 @@ def check_runs(op: str, runs: torch.Tensor, num_tokens: int) -> tuple[Ints, Ints
     table = readable.numpy().astype(np.int64)
     if (table[:-1, Run.GENERATED] < 0).any():
         raise ValueError(f"{op}: runs must have 0 or more tokens of context (Run.GENERATED)")
-    check_boundaries(op, runs[:, Run.START], num_tokens, name="START of runs")
+    check_boundaries(op, runs[:, Run.START], num_tokens, name="runs")
     lengths, table = np.diff(table[:, Run.START]), table[:-1]
     given = np.where(table[:, Run.SOURCE] >= 0, lengths, 0)
     return table, given, (lengths - table[:, Run.GENERATED]).clip(min=0)

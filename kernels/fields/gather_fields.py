@@ -160,22 +160,18 @@ def _write(
         row = offset - runs[run, Run.GENERATED] if mask else offset
         has_row = (runs[run, Run.SOURCE] >= 0) & (row >= 0)
         place = sources[run, number] // unit + row * width
-        stream = (words if unit < 8 else words[: words.shape[0] // 2 * 2]).view(UNITS[unit])
+        whole = words if unit < 8 else words[: words.shape[0] // 2 * 2]
+        if 4 * whole.storage_offset() % unit:  # torch cannot view it as units
+            whole = whole.clone()
+        stream = whole.view(UNITS[unit])
         if stream.shape[0] < width:  # no token has a row
             stream = stream.new_zeros(width)
         rows = taken(stream.unfold(0, width, 1), place, has_row, fill)
         units[: rows.numel()].copy_(rows.view(-1))
 
 
-def _run(
-    words: torch.Tensor,
-    runs: Any,
-    sources: Any,
-    num_tokens: int,
-    numbers: Any,
-    masks: Any,
-    impl: str,
-) -> list[torch.Tensor]:
+def _run(words: torch.Tensor, runs: Any, sources: Any, num_tokens: int, *options: Any) -> Any:
+    numbers, masks, impl = options
     layouts = layouts_of(numbers)
     out = empty_units(layouts, num_tokens, words.device)
     _write(out, words, runs, sources, num_tokens, layouts=layouts, masks=masks, impl=impl)

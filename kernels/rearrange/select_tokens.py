@@ -339,8 +339,9 @@ register_op(
 
 
 def _merge(
-    rows: torch.Tensor, table: torch.Tensor, inverse: Any, num_tokens: int, fill: Number, impl: str
+    rows: torch.Tensor, table: torch.Tensor, inverse: Any, num_tokens: int, *options: Any
 ) -> torch.Tensor:
+    fill, impl = options
     layout = _layout_of(rows, fill)
     units = [_as_units(rows, layout)]
     (merged,) = _select(units, table, num_tokens, layout, "", impl, "merge_tokens")

@@ -138,32 +138,22 @@ def check_run_table(op: str, runs: torch.Tensor, device: torch.device) -> None:
         )
 
 
-def check_runs(op: str, runs: torch.Tensor, num_tokens: int) -> None:
-    """Raise if the values of a run table can be read and it does not cover ``num_tokens``."""
-    readable = values_to_check(runs)
-    if readable is not None and (readable[:-1, Run.GENERATED] < 0).any():
-        raise ValueError(f"{op}: runs must have 0 or more tokens of context (Run.GENERATED)")
-    check_boundaries(op, runs[:, Run.START], num_tokens, name="START of runs")
+def check_runs(op: str, runs: torch.Tensor, num_tokens: int) -> tuple[Ints, Ints, Ints] | None:
+    """Raise if a run table can be read and does not cover ``num_tokens``.
 
-
-def check_places(runs: torch.Tensor, num_words: int, num_turns: int) -> None:
-    """Raise if the values of a run table can be read and lead out of the stream or the turns.
-
-    Follows `check_runs`.
+    Else return its rows, and how many tokens of each have an id and were generated; None where it
+    cannot be read.
     """
     readable = values_to_check(runs)
     if readable is None:
-        return
+        return None
     table = readable.numpy().astype(np.int64)
+    if (table[:-1, Run.GENERATED] < 0).any():
+        raise ValueError(f"{op}: runs must have 0 or more tokens of context (Run.GENERATED)")
+    check_boundaries(op, runs[:, Run.START], num_tokens, name="runs")
     lengths, table = np.diff(table[:, Run.START]), table[:-1]
-    generated = lengths - np.clip(table[:, Run.GENERATED], 0, lengths)
     given = np.where(table[:, Run.SOURCE] >= 0, lengths, 0)
-    for column, counts, size in (
-        (Run.SOURCE, given, num_words),
-        (Run.LOGPROB, generated, num_words),
-        (Run.TURN, generated.clip(max=1), num_turns),
-    ):
-        check_stretches(OP, f"runs must keep Run.{column.name}", table[:, column], counts, size)
+    return table, given, (lengths - table[:, Run.GENERATED]).clip(min=0)
 
 
 def check_stretches(op: str, rule: str, begins: Ints, counts: Ints, size: int) -> None:
@@ -368,8 +358,15 @@ def _repeat(out: Array, values: Array, lengths: Ints) -> None:
 def _run(
     words: torch.Tensor, runs: torch.Tensor, turn_returns: torch.Tensor, num_tokens: int, impl: str
 ) -> torch.Tensor:
-    check_runs(OP, runs, num_tokens)
-    check_places(runs, words.shape[0], turn_returns.shape[0])
+    if checked := check_runs(OP, runs, num_tokens):
+        table, given, generated = checked
+        for column, counts, size in (
+            (Run.SOURCE, given, words.shape[0]),
+            (Run.LOGPROB, generated, words.shape[0]),
+            (Run.TURN, generated.clip(max=1), turn_returns.shape[0]),
+        ):
+            rule = f"runs must keep Run.{column.name}"
+            check_stretches(OP, rule, table[:, column], counts, size)
     memory = empty_memory(num_tokens, words.device)
     return build_into(
         memory, words, runs, turn_returns=turn_returns, num_tokens=num_tokens, impl=impl

@@ -141,8 +141,14 @@ def _write(
 
     Without a kernel, each token looks up its run, then its row.
     """
-    check_runs(OP, runs, num_tokens)
-    _check_sources(words, runs, sources, layouts, masks)
+    checked, begins = check_runs(OP, runs, num_tokens), values_to_check(sources)
+    if checked and begins is not None:
+        _, given, generated = checked
+        for number, ((width, unit, _), mask) in enumerate(zip(layouts, masks, strict=True)):
+            counts = np.minimum(given, generated) if mask else given
+            rule, size = f"sources must keep bytes of field {number}", 4 * words.shape[0]
+            begin = begins.numpy()[:-1, number]
+            check_stretches(OP, rule, begin, counts * width * unit, size)
     if impl == "triton":
         from trajpack.kernels.fields.gather_fields_triton import write_rows
 
@@ -154,43 +160,18 @@ def _write(
         row = offset - runs[run, Run.GENERATED] if mask else offset
         has_row = (runs[run, Run.SOURCE] >= 0) & (row >= 0)
         place = sources[run, number] // unit + row * width
-        stream = (words if unit < 8 else words[: words.shape[0] // 2 * 2]).view(UNITS[unit])
+        whole = words if unit < 8 else words[: words.shape[0] // 2 * 2]
+        if 4 * whole.storage_offset() % unit:  # torch cannot view it as units
+            whole = whole.clone()
+        stream = whole.view(UNITS[unit])
         if stream.shape[0] < width:  # no token has a row
             stream = stream.new_zeros(width)
         rows = taken(stream.unfold(0, width, 1), place, has_row, fill)
         units[: rows.numel()].copy_(rows.view(-1))
 
 
-def _check_sources(
-    words: torch.Tensor,
-    runs: torch.Tensor,
-    sources: torch.Tensor,
-    layouts: Sequence[Rows],
-    masks: Sequence[bool],
-) -> None:
-    """Raise if the tables can be read and rows lie outside of the stream; after `check_runs`."""
-    table, begins = values_to_check(runs), values_to_check(sources)
-    if table is None or begins is None:
-        return
-    rows = table.numpy().astype(np.int64)
-    lengths, rows = np.diff(rows[:, Run.START]), rows[:-1]
-    given = np.where(rows[:, Run.SOURCE] >= 0, lengths, 0)
-    generated = (given - rows[:, Run.GENERATED]).clip(min=0)
-    for number, ((width, unit, _), mask) in enumerate(zip(layouts, masks, strict=True)):
-        counts = (generated if mask else given) * width * unit
-        rule, num_bytes = f"sources must keep bytes of field {number}", 4 * words.shape[0]
-        check_stretches(OP, rule, begins.numpy()[:-1, number], counts, num_bytes)
-
-
-def _run(
-    words: torch.Tensor,
-    runs: Any,
-    sources: Any,
-    num_tokens: int,
-    numbers: Any,
-    masks: Any,
-    impl: str,
-) -> list[torch.Tensor]:
+def _run(words: torch.Tensor, runs: Any, sources: Any, num_tokens: int, *options: Any) -> Any:
+    numbers, masks, impl = options
     layouts = layouts_of(numbers)
     out = empty_units(layouts, num_tokens, words.device)
     _write(out, words, runs, sources, num_tokens, layouts=layouts, masks=masks, impl=impl)

@@ -150,13 +150,9 @@ def _check_value(value: Number, dtype: torch.dtype) -> None:
 
 
 def _pad(
-    packed: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    value: Number,
-    side: str,
-    impl: str,
+    packed: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, *options: Any
 ) -> torch.Tensor:
+    value, side, impl = options
     check_boundaries("pad", cu_seqlens, packed.shape[0], max_seqlen)
     if impl == "triton":
         from trajpack.kernels.rearrange.pad_triton import pad_forward

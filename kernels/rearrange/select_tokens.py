@@ -220,7 +220,7 @@ def _check_segments(op: str, table: torch.Tensor, num_tokens: int, num_sources: 
     if readable is None:
         return
     start, source, given = readable.numpy().astype(np.int64)[: len(Segment)]
-    check_boundaries(op, readable[Segment.START], num_tokens, name="START of segments")
+    check_boundaries(op, readable[Segment.START], num_tokens, name="segments")
     lengths, source, given = np.diff(start), source[:-1], given[:-1]
     if (given < 0).any() or (given > lengths).any():
         raise ValueError(f"{op}: no segment may take fewer than 0 tokens or more than it has")
@@ -339,8 +339,9 @@ register_op(
 
 
 def _merge(
-    rows: torch.Tensor, table: torch.Tensor, inverse: Any, num_tokens: int, fill: Number, impl: str
+    rows: torch.Tensor, table: torch.Tensor, inverse: Any, num_tokens: int, *options: Any
 ) -> torch.Tensor:
+    fill, impl = options
     layout = _layout_of(rows, fill)
     units = [_as_units(rows, layout)]
     (merged,) = _select(units, table, num_tokens, layout, "", impl, "merge_tokens")

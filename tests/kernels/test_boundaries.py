@@ -288,8 +288,8 @@ def test_a_device_that_is_not_checked_has_no_more_to_do(call, executor, monkeypa
 
 
 CHECKS = {
-    "check_boundaries", "check_indices", "check_places", "check_runs", "check_segments_within",
-    "values_to_check", "_check_chunks", "_check_sources",
+    "check_boundaries", "check_indices", "check_runs", "check_segments_within", "values_to_check",
+    "_check_chunks",
 }  # fmt: skip
 """Functions that read tables."""
 

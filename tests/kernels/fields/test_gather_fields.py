@@ -70,6 +70,15 @@ def by_loop(words, runs, sources, fields, num_tokens):
     return gathered
 
 
+def test_the_stream_may_begin_anywhere_in_its_memory():
+    words, runs, sources, num_tokens = random_inputs([3, 0, 17, 1])
+    shifted = torch.cat([words[:1], words])[1:]
+    expected = gather_fields(words, runs, sources, FIELDS, num_tokens, "torch")
+    actual = gather_fields(shifted, runs, sources, FIELDS, num_tokens, "torch")
+    for pair in zip(actual, expected, strict=True):
+        assert_same_bits(*pair)
+
+
 def check(lengths, impl, fields=FIELDS, seed=0):
     words, runs, sources, num_tokens = random_inputs(lengths, fields, seed)
     actual = gather_fields(words, runs, sources, fields, num_tokens, impl)

@@ -156,7 +156,9 @@ def tree_of_buffer(
     with buffer._staging.on_device():
         region = buffer._staging.send(state.num_words)
         returns, written = _write(region, plan, counts, chosen, buffer._memory)
-        of_nodes, of_entries = _gather(region, plan, buffer.fields, chosen)
+        of_nodes, of_entries = (
+            _gather(region, plan, buffer.fields, chosen) if buffer.fields else ({}, {})
+        )
     later = lazy_columns(region, buffer._labels, buffer._tables, counts=counts)
     later["value_lens"] = partial(buffer._tables.value_lens_of_turns, state.counts)
     given: dict[str, Any] = {name: later.pop(name)() for name in TABLE_ROWS}
@@ -356,8 +358,6 @@ def _gather(
 ) -> list[dict[str, torch.Tensor]]:
     """Gather the extra fields: rows of the nodes, and rows of the entries."""
     found: list[dict[str, torch.Tensor]] = [{}, {}]
-    if not fields:
-        return found
     sources = region.table("field_sources", plan.num_rows + 1)
     of_parts = sources.tensor_split([plan.num_node_rows + 1])
     sizes = plan.chains.trie.num_nodes, plan.num_tokens - plan.first_entry

@@ -260,7 +260,8 @@ class TrajectoryBuffer:
                 "pack and clear it, or give it more capacity"
             )
         stored, num_words = self._append(intake)
-        _warn_of_breaks(intake)
+        if intake.num_breaks:
+            _warn_of_breaks(intake)
         new = state._replace(
             num_words=num_words,
             num_tokens=state.num_tokens + intake.num_tokens,

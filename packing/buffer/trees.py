@@ -42,8 +42,9 @@ NODE_FIELDS = {
     "position_ids": "position_ids",
     "tree_end": "sequence_ids",
     "loss_mask": "loss_mask",
+    "tree_parent": "turn_ids",
 }
-"""Tensors of nodes, and the field of `build` that holds each."""
+"""Tensors of nodes, and the field of `build` whose memory holds each."""
 
 
 class TreePlan(NamedTuple):
@@ -155,7 +156,9 @@ def tree_of_buffer(
     with buffer._staging.on_device():
         region = buffer._staging.send(state.num_words)
         returns, written = _write(region, plan, counts, chosen, buffer._memory)
-        of_nodes, of_entries = _gather(region, plan, buffer.fields, chosen)
+        of_nodes, of_entries = (
+            _gather(region, plan, buffer.fields, chosen) if buffer.fields else ({}, {})
+        )
     later = lazy_columns(region, buffer._labels, buffer._tables, counts=counts)
     later["value_lens"] = partial(buffer._tables.value_lens_of_turns, state.counts)
     given: dict[str, Any] = {name: later.pop(name)() for name in TABLE_ROWS}
@@ -180,18 +183,8 @@ def tree_of_buffer(
         "ragged_values": values_of(region.stream, buffer.fields),
         "token_fields": buffer.fields,
     }
-    parents = written["turn_ids"][:num_nodes].data  # memory of a field that nodes do not have
-    rows = region.table("runs", plan.num_node_rows)
-    if parents.device.type == "cpu":  # a tenth of the time of torch's operators
-        host, table = parents.numpy(), rows.numpy()
-        host[:] = np.arange(-1, num_nodes - 1, dtype=np.int32)
-        host[table[:, Run.START]] = table[:, PARENT]
-    else:
-        torch.arange(-1, num_nodes - 1, out=parents)
-        parents[rows[:, Run.START].long()] = rows[:, PARENT]
     return TreeBatch(
         **{name: written[field][:num_nodes].data for name, field in NODE_FIELDS.items()},
-        tree_parent=parents,
         cu_seqlens=cu_seqlens,
         turn_prompt_node=prompt_nodes,
         fields=of_nodes,
@@ -337,17 +330,26 @@ def _write(
 
     On the host only the fields that nodes have are written for them.
     """
+    num_nodes, rows = plan.chains.trie.num_nodes, region.table("runs", plan.num_node_rows)
     if memory is None or impl != "torch":
         ready, later = write_batch(region, region.stream, counts, (), impl)
-        return ready["turn_returns"], {name: later[name]() for name in FIELD_DTYPES}
-    returns = returns_of_turns(region, counts, impl)
-    fields = memory.fields(plan.num_tokens)._asdict()
-    of_nodes = {
-        name: fields[name].numpy()[: plan.chains.trie.num_nodes] for name in NODE_FIELDS.values()
-    }
-    of_entries = {name: field.numpy()[plan.first_entry :] for name, field in fields.items()}
-    for out, runs in zip((of_nodes, of_entries), _runs_of(region, plan), strict=True):
-        write_on_host(out, region.stream.numpy(), runs.numpy(), returns.numpy())
+        returns, fields = ready["turn_returns"], {name: later[name]() for name in FIELD_DTYPES}
+    else:
+        returns = returns_of_turns(region, counts, impl)
+        fields = memory.fields(plan.num_tokens)._asdict()
+        written = {*NODE_FIELDS.values()} - {NODE_FIELDS["tree_parent"]}
+        of_nodes = {name: fields[name].numpy()[:num_nodes] for name in written}
+        of_entries = {name: field.numpy()[plan.first_entry :] for name, field in fields.items()}
+        for out, runs in zip((of_nodes, of_entries), _runs_of(region, plan), strict=True):
+            write_on_host(out, region.stream.numpy(), runs.numpy(), returns.numpy())
+    parents = fields[NODE_FIELDS["tree_parent"]][:num_nodes]
+    if parents.device.type == "cpu":  # a tenth of the time of torch's operators
+        host, table = parents.numpy(), rows.numpy()
+        host[:] = np.arange(-1, num_nodes - 1, dtype=np.int32)
+        host[table[:, Run.START]] = table[:, PARENT]
+    else:
+        torch.arange(-1, num_nodes - 1, out=parents)
+        parents[rows[:, Run.START].long()] = rows[:, PARENT]
     return returns, fields
 
 
@@ -356,8 +358,6 @@ def _gather(
 ) -> list[dict[str, torch.Tensor]]:
     """Gather the extra fields: rows of the nodes, and rows of the entries."""
     found: list[dict[str, torch.Tensor]] = [{}, {}]
-    if not fields:
-        return found
     sources = region.table("field_sources", plan.num_rows + 1)
     of_parts = sources.tensor_split([plan.num_node_rows + 1])
     sizes = plan.chains.trie.num_nodes, plan.num_tokens - plan.first_entry

@@ -6,7 +6,7 @@ from hypothesis import given, settings, strategies as st
 
 from tests.packing.tree import tree_oracle as oracle
 from trajpack import GAE, GRPO, Trajectory, Turn, TurnReturns, pack, pack_tree
-from trajpack.packing.tree import breaks
+from trajpack.packing.tree import breaks, trie
 from trajpack.testing import assert_same_bits, trajectory_lists
 
 TOKENS = st.lists(st.integers(1, 2), min_size=1, max_size=3)
@@ -66,6 +66,17 @@ def test_subtrees_are_laminar_intervals_of_descendants(boundary, trajectories):
         assert depths[node] == len(inside)
         assert node < end <= (ends[inside[-1]] if inside else batch.num_nodes)
         inside.append(node)
+
+
+@given(trajectory_lists())
+def test_equal_chains_stay_in_order_whether_or_not_a_key_fits_an_integer(trajectories):
+    merged = pack(trajectories)
+    rows = [row.tolist() for row in merged.input_ids.split(merged.seqlens)]
+    for most in (trie.MOST_KEYS, 0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(trie, "MOST_KEYS", most)
+            found = pack_tree(trajectories).chains.trie
+        assert found.order.tolist() == sorted(range(len(rows)), key=rows.__getitem__)
 
 
 @given(trajectory_lists().filter(bool), st.randoms())

@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt | environment
 # the few modules that the tests import run in it
 TEST_STAMP := $(VENV)/.test-installed
 $(TEST_STAMP): $(STAMP) $(TRITON_VERSIONS) $(PEERS)
-	@echo "trajpack: other versions of Triton and packages of trainers are fetched for the tests; about 0.5 GB"
+	@echo "trajpack: other versions of Triton and packages of trainers are fetched for the tests; about 0.6 GB"
 	for version in $$(cat $(TRITON_VERSIONS)); do test -d $(VENV)/triton/$$version/triton-$$version.dist-info || \
 		$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/triton/$$version triton==$$version \
 		|| exit 1; done

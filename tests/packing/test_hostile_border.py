@@ -717,7 +717,8 @@ def test_a_container_whose_own_methods_fail_or_lie_is_refused_by_name(
     ):
         Trajectory("a", several(says, entries))
     buffer = TrajectoryBuffer()
-    with pytest.raises((TypeError, ValueError), match=f"^trajectories must be .*{message}"):
+    said = f"^expected a list of Trajectory, .*{message}"
+    with pytest.raises((TypeError, ValueError), match=said):
         buffer.extend(several(says, entries))
     assert len(buffer) == 0
 

@@ -147,13 +147,13 @@ def test_a_conversation_ends_before_it_outgrows_the_engine(
 def test_a_question_that_does_not_fit_the_engine_is_named(
     prepared: Rollout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TransformersEngine, "max_request_tokens", 20)
+    monkeypatch.setattr(TransformersEngine, "max_request_tokens", 15)
 
     async def body() -> None:
         async with prepared.episodes():
             raise AssertionError("unreachable")
 
-    with pytest.raises(SetupError, match=r"is too long: .* 8 new ones, the engine takes 20$"):
+    with pytest.raises(SetupError, match=r"is too long: .* 8 new ones, the engine takes 15$"):
         asyncio.run(body())
 
 

@@ -21,18 +21,18 @@ help: ## Show what can be made
 environment:
 	@sh .ci/make-venv '$(PYTHON)' '$(VENV)' '$(if $(filter file,$(origin PYTHON)),,given)'
 
-# exact versions; torch is installed by itself first, so that no other package chooses its build
+# exact versions
 $(STAMP): pyproject.toml constraints.txt | environment
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip setuptools
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	touch $(STAMP)
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt pip setuptools
+	@sh .ci/install '$(BIN)/python' dev '$(TORCH_INDEX)'
+	@touch $(STAMP)
 
 # the tests compile the kernels with other versions of Triton too, and hold formats against the packages that
 # read them; each in a folder of its own, without what it needs. A package may ask for a newer Python than this one:
 # the few modules that the tests import run in it
 TEST_STAMP := $(VENV)/.test-installed
 $(TEST_STAMP): $(STAMP) $(TRITON_VERSIONS) $(PEERS)
+	@echo "trajpack: other versions of Triton and packages of trainers are fetched for the tests; about 0.5 GB"
 	for version in $$(cat $(TRITON_VERSIONS)); do test -d $(VENV)/triton/$$version/triton-$$version.dist-info || \
 		$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/triton/$$version triton==$$version \
 		|| exit 1; done
@@ -43,7 +43,7 @@ $(TEST_STAMP): $(STAMP) $(TRITON_VERSIONS) $(PEERS)
 	touch $(TEST_STAMP)
 
 .PHONY: install
-install: $(STAMP) ## Make the virtual environment with everything in it
+install: $(STAMP) ## Make the virtual environment with everything in it; says how much it fetches
 
 .PHONY: clean
 clean: ## Remove what make has made: environment, builds, demonstration, caches
@@ -53,8 +53,8 @@ clean: ## Remove what make has made: environment, builds, demonstration, caches
 
 # no development tools; an environment that has them already has all that the demonstration needs
 DEMO_STAMP := $(VENV)/.demo-installed
-$(DEMO_STAMP): pyproject.toml constraints.txt .ci/install-demo | environment
-	@sh .ci/install-demo '$(BIN)/python' '$(TORCH_INDEX)'
+$(DEMO_STAMP): pyproject.toml constraints.txt | environment
+	@sh .ci/install '$(BIN)/python' demo '$(TORCH_INDEX)'
 	@touch $(DEMO_STAMP)
 
 .PHONY: demo

@@ -1,5 +1,7 @@
-"""Refuses to build from a copy of the source that has lost its symbolic links."""
+"""Describes the package by the README, and refuses a copy of the source without its links."""
 
+import re
+import tomllib
 from pathlib import Path
 
 from setuptools import setup
@@ -14,4 +16,10 @@ if lost:
         "Windows after `git config --global core.symlinks true`), or unpack it with tar"
     )
 
-setup()
+# a package index resolves no relative links
+source = tomllib.loads(Path("pyproject.toml").read_text())["project"]["urls"]["Source"]
+readme = Path("README.md").read_text(encoding="utf-8")
+for link, view in ((r"(!\[[^]]*\]\()", "raw"), (r"((?<!!)\[[^]]*\]\()", "blob")):
+    readme = re.sub(rf"{link}(?!https?:|#)", rf"\1{source}/{view}/main/", readme)
+
+setup(long_description=readme, long_description_content_type="text/markdown")

@@ -23,13 +23,9 @@ from trajpack.agent import (
     SamplingParams,
     TransformersEngine,
 )
-from trajpack.agent.environments.questions import ExactAnswerEnvironment
+from trajpack.agent.environments.questions import ExactAnswerEnvironment, arithmetic_questions
 from trajpack.agent.models.tiny_model import build_arithmetic_model
-from trajpack.agent.training.arithmetic import (
-    arithmetic_questions,
-    encode_question,
-    lazy_demonstrations,
-)
+from trajpack.agent.training.arithmetic import encode_question, lazy_demonstrations
 from trajpack.agent.training.policy_trainer import clipped_policy_loss, warm_up
 from trajpack.packing.adapters.huggingface import LMHead
 from trajpack.packing.plan.plan import plan_micro_batches

@@ -9,7 +9,6 @@ which it was sampled.
 """
 
 import asyncio
-import itertools
 from dataclasses import replace
 
 import torch
@@ -76,28 +75,19 @@ async def roll_out(num_questions=2, **options):
     return trajectories
 
 
-def prefix_breaks(batch):
-    """Return how often each trajectory's prompt did not begin with what came before.
-
-    Each break begins a sequence of its own, so that is the sequences of a merged batch less one.
-    """
-    cu_turns = batch.cu_turns.tolist()
-    sequences = batch.turn_sequence.tolist()
-    return [len(set(sequences[begin:end])) - 1 for begin, end in itertools.pairwise(cu_turns)]
-
-
 def main():
     """Roll out, pack, and show where the prefix broke."""
     torch.set_num_threads(1)
     trajectories = asyncio.run(roll_out())
     merged = trajpack.pack(trajectories)
     print(merged)
-    for trajectory, breaks in zip(trajectories, prefix_breaks(merged), strict=True):
+    for trajectory in trajectories:
         lengths = [len(turn.prompt_ids) for turn in trajectory.turns]
+        breaks = trajpack.pack([trajectory]).num_prefix_breaks
         print(f"{trajectory.id}: prompts of {lengths} tokens, the prefix broke {breaks} times")
     num_sampled = sum(len(turn.completion_ids) for one in trajectories for turn in one.turns)
     print(f"{num_sampled} tokens were sampled, {int(merged.loss_mask.sum())} are trained")
-    assert sum(prefix_breaks(merged)) > 0
+    assert merged.num_prefix_breaks > 0
     for layout in ("merged", "turns"):
         batch = trajpack.pack(trajectories, layout=layout)
         assert int(batch.loss_mask.sum()) == num_sampled  # each one once,

@@ -21,7 +21,7 @@ BROUGHT_BY = {
     "pydantic": "trajpack[servers]",
     "pydantic_settings": "trajpack[servers]",
     "ray": "trajpack[ray]",
-    "reasoning_gym": "trajpack[agent]",
+    "reasoning_gym": "trajpack[reasoning-gym]",
     "skyrl": "skyrl",
     "sniffio": "trajpack[servers]",
     "stamina": "trajpack[servers]",

@@ -196,3 +196,16 @@ class Trajectory:
             turns = [replace(turn, reward=0.0) for turn in turns]
             turns[-1] = replace(turns[-1], reward=reward)
         return cls(id, turns, group, turn_discount)
+
+
+def several_trajectories(values: Any) -> tuple[Trajectory, ...]:
+    """Return the trajectories of an iterable, read once; `validate_turns` checks each.
+
+    Raises:
+        TypeError: If it is one trajectory, no iterable, or cannot be read.
+        ValueError: If its ``len`` is not its number of entries.
+    """
+    expected = "expected a list of Trajectory"
+    if isinstance(values, Trajectory):
+        raise TypeError(f"{expected}, got one Trajectory; write pack([trajectory])")
+    return several(expected, values)

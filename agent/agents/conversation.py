@@ -27,8 +27,10 @@ from trajpack.agent.errors import (
 from trajpack.agent.protocols import Environment, GenerationOutput, Observation, Prompt, Reply
 from trajpack.agent.runner.attempt import RequestQueue
 from trajpack.agent.runner.trajectory_check import checked_completion
-from trajpack.packing.conversion import as_ids, as_integer, as_number, as_version_runs
+from trajpack.packing.conversion import as_ids, as_integer, as_number, as_version_runs, several
 from trajpack.packing.types import Trajectory, Turn
+
+_REWARDS = "the second value, the rewards, must be a list of one number"
 
 
 @dataclass(frozen=True)
@@ -239,7 +241,7 @@ class Conversation:
             self.observation, successes, terminated, truncated, _ = await self.env.step(
                 (self.qid, [answer])
             )
-            scores = [as_number("success", success) for success in successes]
+            scores = [as_number("success", one) for one in several(_REWARDS, successes)]
             ended = bool(terminated) or bool(truncated)
         if len(scores) != 1:
             reason = f"expected one success of the environment, got {len(scores)}"

@@ -1,4 +1,4 @@
-"""Questions with known answers, from a file or reasoning-gym, and their comparison as text."""
+"""Questions with known answers, drawn or from a file, and their comparison as text."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
+
+import numpy as np
 
 from trajpack.agent.environments.judging import JudgingEnvironment
 from trajpack.packing.optional import require
@@ -20,6 +22,7 @@ DEFAULT_TASK = "chain_sum"
 """Default reasoning-gym task: sums and differences of integers."""
 
 _MAX_LINE_BYTES = 1 << 20
+_LARGEST = 9  # so that an answer is one digit and one token
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,31 @@ def load_questions(path: str | os.PathLike[str], limit: int | None = None) -> li
     if not questions:
         raise ValueError(f"{path}: no question in this file")
     return list(questions.values())
+
+
+def arithmetic_questions(size: int, seed: int) -> list[Question]:
+    """Return questions for sums of two positive integers, up to 9, drawn with a seed.
+
+    Raises:
+        ValueError: If ``size`` is not positive.
+
+    Example:
+        >>> [(one.id, one.text, one.solutions) for one in arithmetic_questions(2, seed=0)]
+        [('sum-0', '4+4', ('8',)), ('sum-1', '2+5', ('7',))]
+    """
+    if size < 1:
+        raise ValueError(f"arithmetic_questions: size must be at least 1, got {size}")
+    draw = np.random.default_rng(seed)
+    sums = draw.integers(2, _LARGEST + 1, size)
+    lefts = draw.integers(1, sums)
+    return [
+        Question(
+            id=f"sum-{index}",
+            messages=({"role": "user", "content": f"{left}+{total - left}"},),
+            solutions=(str(total),),
+        )
+        for index, (left, total) in enumerate(zip(lefts.tolist(), sums.tolist(), strict=True))
+    ]
 
 
 def reasoning_gym_questions(name: str = DEFAULT_TASK, *, size: int, seed: int) -> list[Question]:

@@ -106,8 +106,10 @@ def _check_folder(folder: str | os.PathLike[str], file_name: str, what: str) -> 
     """Check a folder, which from_pretrained might take for the name of a model on a hub."""
     folder = Path(folder)
     if not folder.is_dir():
-        named = "a model of the Hugging Face hub is named owner/name"
-        raise SetupError(f"cannot load a {what} from {folder}: it is not a folder; {named}")
+        remedy = "fetch a model of the Hugging Face hub by huggingface_hub.snapshot_download"
+        if str(folder).count("/") != 1:
+            remedy = "a model of the Hugging Face hub is named owner/name"
+        raise SetupError(f"cannot load a {what} from {folder}: it is not a folder; {remedy}")
     if not (folder / file_name).is_file():
         raise SetupError(f"cannot load a {what} from {folder}: it has no {file_name}")
     return folder

@@ -68,7 +68,7 @@ class WatchedPack:
         if self.batch is None:
             return None
         batch, num_trajectories = self.batch, len(self.batch.ids)
-        has_chains = batch.layout == "merged" and not batch.is_padded
+        has_chains = batch.num_prefix_breaks is not None
         rectangle = 0 if batch.is_padded else len(batch) * batch.max_seqlen
         return PackFigures(
             num_trajectories=num_trajectories,
@@ -77,7 +77,7 @@ class WatchedPack:
             num_tokens=batch.num_tokens,
             num_generated=batch.num_generated,
             num_continuations=batch.num_turns - num_trajectories if has_chains else None,
-            num_prefix_breaks=len(batch) - num_trajectories if has_chains else None,
+            num_prefix_breaks=batch.num_prefix_breaks,
             rectangle_fill=batch.num_tokens / rectangle if rectangle else None,
         )
 

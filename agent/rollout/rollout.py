@@ -21,7 +21,7 @@ import torch
 from trajpack.agent.agents.math_multi_turn import MathMultiTurnAgent
 from trajpack.agent.engines.transformers_engine import TransformersEngine
 from trajpack.agent.environments.math_verify import MathVerifyEnvironment
-from trajpack.agent.environments.questions import Question, load_questions, reasoning_gym_questions
+from trajpack.agent.environments.questions import Question, arithmetic_questions, load_questions
 from trajpack.agent.errors import SetupError, has_engine_ended
 from trajpack.agent.models.causal_model import ModelLimits, first_line, load_model, load_tokenizer
 from trajpack.agent.models.tiny_model import build_tiny_model
@@ -246,7 +246,7 @@ def _check_lengths(
 
 def _choose_questions(settings: RolloutSettings) -> list[Question]:
     if settings.dataset is None:
-        return reasoning_gym_questions(size=settings.num_prompts, seed=settings.seed)
+        return arithmetic_questions(settings.num_prompts, settings.seed)
     try:
         return load_questions(settings.dataset, limit=settings.num_prompts)
     except OSError as error:

@@ -32,8 +32,8 @@ class RolloutSettings:
     in an order that depends on the clock.
 
     Attributes:
-        dataset: JSONL file of questions, see `load_questions`; ``None`` makes sums by
-            reasoning-gym.
+        dataset: JSONL file of questions, see `load_questions`; ``None`` makes sums of two
+            numbers.
         model: Folder of a transformers causal language model and its tokenizer, or its name on
             the Hugging Face hub; ``None`` makes a tiny one with random weights. With servers only
             the tokenizer is read.

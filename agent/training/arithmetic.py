@@ -1,4 +1,4 @@
-"""The task of the training: questions for sums of one digit, and demonstrations of them."""
+"""Demonstrations of the training's task, sums of one digit."""
 
 from __future__ import annotations
 
@@ -6,36 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from trajpack.agent.environments.questions import Question
+from trajpack.agent.environments.questions import Question, arithmetic_questions
 from trajpack.packing.types import Trajectory, Turn
 
-_LARGEST = 9  # so that an answer is one digit and one token
 _RETRY = "Unfortunately your answer is wrong. Let's try again."
-
-
-def arithmetic_questions(size: int, seed: int) -> list[Question]:
-    """Return questions for sums of two positive integers, up to 9, drawn with a seed.
-
-    Raises:
-        ValueError: If ``size`` is not positive.
-
-    Example:
-        >>> [(one.id, one.text, one.solutions) for one in arithmetic_questions(2, seed=0)]
-        [('sum-0', '4+4', ('8',)), ('sum-1', '2+5', ('7',))]
-    """
-    if size < 1:
-        raise ValueError(f"arithmetic_questions: size must be at least 1, got {size}")
-    draw = np.random.default_rng(seed)
-    sums = draw.integers(2, _LARGEST + 1, size)
-    lefts = draw.integers(1, sums)
-    return [
-        Question(
-            id=f"sum-{index}",
-            messages=({"role": "user", "content": f"{left}+{total - left}"},),
-            solutions=(str(total),),
-        )
-        for index, (left, total) in enumerate(zip(lefts.tolist(), sums.tolist(), strict=True))
-    ]
 
 
 def encode_question(question: Question, tokenizer: Any, *, before: str = "") -> list[int]:

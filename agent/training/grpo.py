@@ -12,18 +12,14 @@ from functools import partial
 from trajpack.agent.agents.math_multi_turn import MathMultiTurnAgent
 from trajpack.agent.blocking_work import run_to_end
 from trajpack.agent.engines.transformers_engine import TransformersEngine
-from trajpack.agent.environments.questions import ExactAnswerEnvironment
+from trajpack.agent.environments.questions import ExactAnswerEnvironment, arithmetic_questions
 from trajpack.agent.errors import SetupError
 from trajpack.agent.models.causal_model import first_line
 from trajpack.agent.models.tiny_model import build_arithmetic_model
 from trajpack.agent.protocols import Prompt, SamplingParams
 from trajpack.agent.rollout.settings import LayoutName
 from trajpack.agent.runner.runner import EpisodeResult, RolloutRunner
-from trajpack.agent.training.arithmetic import (
-    arithmetic_questions,
-    encode_question,
-    lazy_demonstrations,
-)
+from trajpack.agent.training.arithmetic import encode_question, lazy_demonstrations
 from trajpack.agent.training.policy_trainer import (
     Batch,
     PolicyTrainer,

@@ -9,7 +9,6 @@ of a product wait for each other, so other work on the machine would decide the 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.contest import OURS, Contender, Contest, torch_threads
+from benchmarks.contest import OURS, Contender, Contest, processor_clock
 from benchmarks.promises import LOGPROBS, PRODUCTS
 from benchmarks.rivals import find, find_file, quietly
 from trajpack.kernels import token_logprobs
@@ -118,14 +117,6 @@ def products(given: Given) -> None:
         logits = rows @ part.T
         logits @ part
         logits.T @ rows
-
-
-def processor_clock(work: Callable[[], Any]) -> tuple[float, Any]:
-    """Time one call on one thread, in its processor seconds, and return its result too."""
-    with torch_threads(1):
-        begin = time.process_time()
-        result = work()
-        return time.process_time() - begin, result
 
 
 def most_bytes(work: Callable[[], Any], device: str) -> int:

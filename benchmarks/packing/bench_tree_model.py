@@ -8,13 +8,12 @@ turns, but for little work, and that ``"auto"`` takes no more than `MOST_TIMES` 
 
 from functools import partial
 from itertools import pairwise
-from time import process_time
 
 import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.contest import OURS, Contender, Contest, as_record, race, torch_threads
+from benchmarks.contest import OURS, Contender, Contest, as_record, processor_clock, race
 from benchmarks.packing import bench_tree
 from benchmarks.workloads import single_turns
 from trajpack import Trajectory, Turn, pack, pack_tree
@@ -113,10 +112,9 @@ def gradients(attention, model, losses, batch):
     model.set_attn_implementation(name)
     model.zero_grad()
     total = torch.zeros(())
-    with torch_threads(1):
-        for loss in losses(model, batch):
-            loss.backward()
-            total += loss.detach()
+    for loss in losses(model, batch):
+        loss.backward()
+        total += loss.detach()
     return torch.cat([total[None], *(weight.grad.reshape(-1) for weight in model.parameters())])
 
 
@@ -147,13 +145,6 @@ def contest(workload, scale=1.0):
     ]
     held = Contest(JOB, workload, turns.num_tokens, agrees, clock=processor_clock, **LONG)
     return held, entrants, partial(facts, tree, merged, turns)
-
-
-def processor_clock(work):
-    """Time one call by the processor's time of this process, in seconds."""
-    begin = process_time()
-    result = work()
-    return process_time() - begin, result
 
 
 def facts(tree, merged, turns):

@@ -223,6 +223,17 @@ class PackedBatch(LabelMethods, LogprobMethods):
         return self.turn_rewards.shape[0]
 
     @property
+    def num_prefix_breaks(self) -> int | None:
+        """Turns, but a trajectory's first, that began a new chain: a sequence of its own.
+
+        Their prompts do not begin with the turns before them. ``None`` in layout ``"turns"``, where
+        every turn is a sequence, and in the padded batch of a `StaticBatch`. Read from the host.
+        `TreeStatistics.breaks` says where and why each prefix broke.
+        """
+        has_chains = self.layout == "merged" and not self.is_padded
+        return len(self) - len(self.ids) if has_chains else None
+
+    @property
     def device(self) -> torch.device:
         """Device of the tensors."""
         return self.input_ids.device

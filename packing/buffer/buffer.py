@@ -30,6 +30,7 @@ from trajpack.packing.buffer.chains import (
     TrajectoryLabels,
     ValidatedTurns,
     copy_numbers,
+    labelled,
     named,
     validate_turns,
 )
@@ -42,11 +43,11 @@ from trajpack.packing.buffer.tables import (
     check_layout,
     columns_for,
 )
-from trajpack.packing.conversion import INT32_MAX, as_integer, several
+from trajpack.packing.conversion import INT32_MAX, as_integer
 from trajpack.packing.layout import Layout
 from trajpack.packing.ragged import concatenated
 from trajpack.packing.token_fields import TokenField, check_fields
-from trajpack.packing.types import Trajectory
+from trajpack.packing.types import Trajectory, several_trajectories
 
 if TYPE_CHECKING:
     from trajpack.packing.buffer.static_batch import StaticBatch
@@ -113,8 +114,8 @@ def _warn_of_positive(logprobs: npt.NDArray[np.float32]) -> None:
         )
 
 
-def _warn_of_retokenized(intake: ValidatedTurns) -> None:
-    """Warn if a prompt repeats its history with a few other tokens."""
+def _warn_of_breaks(intake: ValidatedTurns) -> None:
+    """Warn of prompts that repeat their history with a few other tokens, or with other rows."""
     if intake.has_retokenized:
         warnings.warn(
             "TrajectoryBuffer.extend: a prompt replaces a few tokens of the completion before it, "
@@ -122,6 +123,14 @@ def _warn_of_retokenized(intake: ValidatedTurns) -> None:
             "decoded text, build it from the sampled token ids; the report of the batch shows the "
             "places",
             stacklevel=4,  # the caller of pack or add; one above that of extend
+        )
+    if intake.contradicted is not None:
+        turn, field = intake.contradicted
+        warnings.warn(
+            f"TrajectoryBuffer.extend: {labelled(intake, turn)}: field {field!r} has other rows "
+            "for tokens of the turns before, so that a new sequence begins and the history is "
+            "stored again: give these tokens the same rows in both turns",
+            stacklevel=4,
         )
 
 
@@ -228,7 +237,8 @@ class TrajectoryBuffer:
         Warns:
             UserWarning: If one of the call's first 65,536 log-probabilities is above 0.01; if one
                 of its first 4 prompts that break a prefix replaces a few tokens of the completion
-                before it by a few others, as re-tokenized text does.
+                before it by a few others, as re-tokenized text does; if one of these 4 repeats the
+                tokens before it with other rows of an extra field.
 
         Each number is read once, and the read value is checked and stored. An array that another
         thread writes meanwhile may raise, but an unchecked value is never stored.
@@ -239,7 +249,7 @@ class TrajectoryBuffer:
             (one synchronisation each; see `pack_resident`). After `pack` without `clear`, waits
             for the copy of that pack.
         """
-        given = several("trajectories must be several of Trajectory", trajectories)
+        given = several_trajectories(trajectories)
         if not given:
             return
         intake, state = validate_turns(given, self.fields), self._state
@@ -250,7 +260,7 @@ class TrajectoryBuffer:
                 "pack and clear it, or give it more capacity"
             )
         stored, num_words = self._append(intake)
-        _warn_of_retokenized(intake)
+        _warn_of_breaks(intake)
         new = state._replace(
             num_words=num_words,
             num_tokens=state.num_tokens + intake.num_tokens,

@@ -103,6 +103,8 @@ class ValidatedTurns:
     """Turns that begin a further chain of their trajectory."""
     has_retokenized: bool = False
     """Whether one of the first `MOST_BREAKS` breaks looks like re-tokenized text."""
+    contradicted: tuple[int, str] | None = None
+    """Turn, and the extra field whose rows alone made it a break; of the first `MOST_BREAKS`."""
     has_lists: bool = False
     """Whether lists are among `ids` and `logprobs`, until `validate_turns` returns."""
 
@@ -259,7 +261,7 @@ def _changed(intake: ValidatedTurns, typecode: Typecode, piece: int) -> ValueErr
         turn, name = piece, "completion_logprobs"
     else:
         turn, name = intake.last_turns[piece // 2], ID_FIELDS[piece % 2]
-    return ValueError(f"{_labelled(intake, turn)}: {name} changed while it was read")
+    return ValueError(f"{labelled(intake, turn)}: {name} changed while it was read")
 
 
 def _located(
@@ -275,7 +277,7 @@ def _located(
         index -= sizes[piece]
         piece += 1
     if typecode == "f":
-        return f"{_labelled(intake, piece)}: completion_logprobs", index
+        return f"{labelled(intake, piece)}: completion_logprobs", index
     chain = piece // 2
     place = index + piece % 2 * intake.turn_begin[intake.last_turns[chain]]
     for turn, of in enumerate(intake.turn_chain):  # the first turn with the token
@@ -283,11 +285,11 @@ def _located(
         if of == chain and place < begin + intake.turn_size[turn]:
             break
     is_completion = place >= begin
-    name = f"{_labelled(intake, turn)}: {ID_FIELDS[is_completion]}"
+    name = f"{labelled(intake, turn)}: {ID_FIELDS[is_completion]}"
     return name, place - begin if is_completion else place
 
 
-def _labelled(intake: ValidatedTurns, turn: int) -> str:
+def labelled(intake: ValidatedTurns, turn: int) -> str:
     """Return the name of a turn, an index of the intake, for an error message."""
     trajectory = 0
     while turn >= intake.num_turns[trajectory]:
@@ -385,11 +387,17 @@ def _take_turn(intake: ValidatedTurns, tips: list[ChainEnd], turn: Turn, *, alon
 
 
 def _look_at_break(intake: ValidatedTurns, tips: list[ChainEnd]) -> None:
-    """Count a break, if there is one, and note whether it looks like re-tokenized text."""
+    """Count a break, if there is one, and note what it looks like.
+
+    That is re-tokenized text, or rows of an extra field that differ where the tokens agree.
+    """
     intake.num_breaks += len(tips) > 1
     if len(tips) > 1 and intake.num_breaks <= MOST_BREAKS:
         history, turn = tips[-2:]
         intake.has_retokenized |= is_retokenized(history.prompt, history.completion, turn.prompt)
+        if intake.fields and turn.prompt.startswith(history.prompt + history.completion):
+            differing = _first_differing(intake.fields, history, turn)
+            intake.contradicted = intake.contradicted or (turn.turn, differing)
 
 
 def take_numbers(intake: ValidatedTurns, turn: Turn, begin: int, size: int) -> None:
@@ -447,13 +455,18 @@ def _longest_prefix(
         # the completion first: most prompts that diverge do so there
         if not prompt.startswith(tip.completion, len(tip.prompt)):
             continue
-        end = sizes[chain] // INT32.itemsize
-        if prompt.startswith(tip.prompt) and all(
-            spec.generated_only or np.array_equal(mine, theirs[:end])
-            for spec, mine, theirs in zip(fields, tip.rows, turn.rows, strict=True)
-        ):
+        if prompt.startswith(tip.prompt) and not _first_differing(fields, tip, turn):
             return chain
     return None
+
+
+def _first_differing(fields: Sequence[TokenField], history: ChainEnd, turn: ChainEnd) -> str:
+    """Return the first field whose rows differ between a chain and a prompt that repeats it."""
+    end = (len(history.prompt) + len(history.completion)) // INT32.itemsize
+    for spec, mine, theirs in zip(fields, history.rows, turn.rows, strict=True):
+        if not spec.generated_only and not np.array_equal(mine, theirs[:end]):
+            return spec.name
+    return ""
 
 
 def named(labels: Sequence[TrajectoryLabels]) -> str:

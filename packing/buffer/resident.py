@@ -28,9 +28,9 @@ from trajpack.packing.buffer.tables import (
     check_layout,
     columns_for,
 )
-from trajpack.packing.conversion import check_memory, several, shown
+from trajpack.packing.conversion import check_memory, shown
 from trajpack.packing.layout import Layout
-from trajpack.packing.types import Trajectory, Turn
+from trajpack.packing.types import Trajectory, Turn, several_trajectories
 
 
 def pack_resident(
@@ -67,7 +67,7 @@ def pack_resident(
         tensor([1, 2, 3])
     """
     check_layout(layout)
-    given = several("trajectories must be several of Trajectory", trajectories)
+    given = several_trajectories(trajectories)
     intake, pieces = _take_in(given, layout)
     device = pieces[0].device if pieces else torch.get_default_device()
     chosen = resolve_impl("pack_resident", impl, torch.empty(0, device=device))

@@ -29,6 +29,7 @@ from trajpack.agent.agents.answer_log import AnswerLog
 from trajpack.agent.agents.math_multi_turn import MathMultiTurnAgent
 from trajpack.agent.engines.transformers_engine import TransformersEngine
 from trajpack.agent.environments.math_verify import MathVerifyEnvironment
+from trajpack.agent.environments.questions import arithmetic_questions
 from trajpack.agent.errors import EngineEndedError
 from trajpack.agent.models.tiny_model import build_tiny_model
 from trajpack.agent.protocols import Prompt
@@ -68,7 +69,7 @@ def batch_file(folder: Path, rolled_out: Done) -> Path:
 
 def test_rollout_packs_every_sample_of_every_prompt_in_order(batch_file: Path) -> None:
     trajectories = PackedBatch.load(batch_file).unpack()
-    prompts = ["chain_sum-0-0", "chain_sum-0-1"]
+    prompts = ["sum-0", "sum-1"]
     assert [one.id for one in trajectories] == [f"{p}@{k}" for p in prompts for k in range(2)]
     assert [one.group for one in trajectories] == [p for p in prompts for _ in range(2)]
     for trajectory in trajectories:
@@ -184,11 +185,11 @@ def test_inspect_shows_each_span_with_its_kind_and_text(batch_file: Path) -> Non
     assert not done.stderr
     assert "\x1b" not in done.stdout
     assert "4 in 2 groups" in done.stdout
-    assert "sequence 0: chain_sum-0-0@0 of group chain_sum-0-0" in done.stdout
+    assert "sequence 0: sum-0@0 of group sum-0" in done.stdout
     assert "3 more sequences; --sequences 4 shows all" in done.stdout
     kinds = re.findall(r"^│ +(prompt|observation|generated) ", done.stdout, re.MULTILINE)
     assert kinds == ["prompt", "generated", "observation", "generated"]
-    assert "State the final answer to the following arithmetic problem" in done.stdout
+    assert f"{arithmetic_questions(2, seed=0)[0].text}<|im_end|>" in done.stdout
     assert re.search(r"turn 1 +reward -?1, return -?1, ", done.stdout)
 
 
@@ -239,14 +240,17 @@ def test_outside_text_is_escaped_and_never_markup(tmp_path: Path) -> None:
         (["--layout", "trees"], "--layout must be "),
         (["--bogus"], "No such option: --bogus"),
         (["--turn-discount", "nan"], "--turn-discount must be a finite number, got 'nan'"),
-        (["--dataset", "missing.jsonl"], "cannot read missing.jsonl: No such file or directory"),
-        (["--dataset", "."], "cannot read .: Is a directory"),
+        (["--dataset", "missing.jsonl"], "cannot read missing.jsonl: No such file or directory; "),
+        (
+            ["--dataset", "."],
+            "Is a directory; --dataset takes a JSONL file; dataset.to_json(FILE) wr",
+        ),
         (["--model", "missing"], "cannot load a model from missing: it is not a folder"),
         (["--model", "."], "cannot load a model from .: it has no config.json"),
         (["--device", "no-such"], "device 'no-such' cannot be used: "),
         (["--device", "meta"], "device 'meta' cannot be used: "),
         (["--device", "cuda:99"], "device 'cuda:99' cannot be used: "),
-        (["--max-new-tokens", "9000"], "question 'chain_sum-0-0' is too long: "),
+        (["--max-new-tokens", "9000"], "question 'sum-0' is too long: "),
         (["--out", "batch.txt"], "--out must be a .safetensors file, got batch.txt"),
         (["--out", "file/batch.safetensors"], "cannot write file: "),
         (["--answers", "file"], "cannot write file: "),
@@ -304,7 +308,7 @@ def test_some_failures_are_reported_beside_the_rest(
     honest = MathVerifyEnvironment.step
 
     async def step(self: MathVerifyEnvironment, action: Any) -> Any:
-        if action[0] == "chain_sum-0-0@1":
+        if action[0] == "sum-0@1":
             raise RuntimeError("the judge is ill")
         return await honest(self, action)
 
@@ -312,7 +316,7 @@ def test_some_failures_are_reported_beside_the_rest(
     out = tmp_path / "batch.safetensors"
     done = call("rollout", *SMALL, "--out", out)
     assert done.status == 0
-    assert PackedBatch.load(out).ids == ("chain_sum-0-0@0", "chain_sum-0-1@0", "chain_sum-0-1@1")
+    assert PackedBatch.load(out).ids == ("sum-0@0", "sum-1@0", "sum-1@1")
     assert "4 finished, 1 of them failed" in done.stdout
     assert "the judge is ill" in " ".join(done.stdout.replace("│", " ").split())
 
@@ -388,7 +392,7 @@ def test_output_that_goes_nowhere_is_refused(batch_file: Path, command: list[str
 def test_help_and_version() -> None:
     assert call("--version") == (0, "trajpack 0.1.0\n", "")
     assert "trajpack inspect demo/batch.safetensors" in call("--help").stdout
-    assert "reasoning-gym" in call("rollout", "--help").stdout
+    assert "dataset.to_json(FILE)" in call("rollout", "--help").stdout
     assert call().status == 2
     assert "No such command 'teach'; see trajpack --help" in refusal("teach")
 
@@ -433,14 +437,20 @@ def test_a_missing_package_is_named_with_what_to_install(tmp_path: Path) -> None
         assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("module", ["transformers", "reasoning_gym"])
 def test_a_missing_package_that_is_imported_late_is_named_too(
-    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
     line = refusal("rollout", "--out", tmp_path / "batch.safetensors")
-    assert module in line
+    assert "transformers" in line
     assert line.endswith("install trajpack[agent]")
+
+
+def test_a_rollout_of_the_default_questions_needs_no_reasoning_gym(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    assert call("rollout", *SMALL, "--out", tmp_path / "batch.safetensors").status == 0
 
 
 def test_ctrl_c_while_python_still_imports_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.commands.command import call, refusal
-from trajpack import GRPO, PackedBatch, Trajectory, Turn, pack
+from trajpack import GRPO, PackedBatch, TokenField, Trajectory, Turn, pack
 from trajpack.packing.adapters import areal, prime_rl, slime, torchtitan
 
 TRAJECTORIES = [
@@ -93,6 +93,27 @@ def test_rewards_that_are_missing_are_refused_or_given(batch: PackedBatch, tmp_p
     assert not out.exists()
     assert call(*command, "--missing-reward", "0.25").status == 0
     assert [row["reward"] for row in rows_of(out)] == [0.25, 0.25]
+
+
+def test_what_is_left_out_is_named_with_the_remedy(batch: PackedBatch, tmp_path: Path) -> None:
+    samples = slime.to_samples(batch)
+    routes = [sample | {"rollout_routed_experts": [[[0, 1]]] * 5} for sample in samples]
+    out = tmp_path / "out.jsonl"
+    after = ("--to", "torchtitan", "--advantages", "grpo", "--force", "--out", out)
+    done = call("convert", lines(tmp_path / "in.jsonl", routes), "--from", "slime", *after)
+    assert done.status == 0
+    reader = "trajpack.packing.adapters.slime.from_samples(samples, fields=[...])"
+    said = f"left out, not read from slime: rollout_routed_experts; {reader} reads extra fields"
+    assert f"trajpack: {said}\n" in done.stderr
+    masks = {"rollout_top_p_token_ids": [3, 5, 6], "rollout_top_p_token_offsets": [0, 1, 1, 2, 3]}
+    masked = lines(tmp_path / "in.jsonl", [sample | masks for sample in samples])
+    refused = refusal("convert", masked, "--from", "slime", *after)
+    assert reader.replace("...", '"sampling_mask"') in refused
+    values = TokenField("values", torch.float32)
+    turn = Turn([1, 2], [3], [-0.5], fields={"values": [1.0]})
+    pack([Trajectory("a", [turn])], fields=[values]).save(tmp_path / "batch.safetensors")
+    done = call("convert", tmp_path / "batch.safetensors", "--from", "trajpack", *after)
+    assert "trajpack: left out, not in samples of torchtitan: values\n" in done.stderr
 
 
 def test_wrong_files_are_refused_in_one_line(tmp_path: Path) -> None:

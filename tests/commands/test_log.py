@@ -29,7 +29,7 @@ from trajpack.packing.trajectory_log.log import TrajectoryLog
 pytestmark = pytest.mark.usefixtures("warm_judge")
 torch.set_num_threads(1)
 SMALL = ["--num-prompts", 2, "--turns", 2, "--max-new-tokens", 8, "--concurrency", 1]
-EPISODES = [f"chain_sum-0-{prompt}@{sample}" for prompt in (0, 1) for sample in (0, 1)]
+EPISODES = [f"sum-{prompt}@{sample}" for prompt in (0, 1) for sample in (0, 1)]
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from tests.commands.command import call, refusal
 from trajpack import PackedBatch, Trajectory, Turn, pack, plan_micro_batches, plan_ranks
+from trajpack.commands import app
+from trajpack.packing.plan.units import Algorithm, Policy
 
 
 @pytest.fixture
@@ -32,7 +35,7 @@ def test_a_plan_is_shown_with_its_statistics(batch_file: Path) -> None:
 def test_the_sequences_are_those_of_plan_micro_batches(batch_file: Path) -> None:
     lengths = PackedBatch.load(batch_file).seqlens
     shown = json.loads(
-        call("plan", batch_file, "--capacity", 8, "--algorithm", "next-fit", "--json").stdout
+        call("plan", batch_file, "--capacity", 8, "--algorithm", "next_fit", "--json").stdout
     )
     plan = plan_micro_batches(lengths, 8, algorithm="next_fit")
     assert shown["ranks"] == [[sequences.tolist() for sequences in plan]]
@@ -57,7 +60,14 @@ def test_long_sequences_are_refused_or_treated_as_asked(batch_file: Path) -> Non
     assert "4, 1 dropped" in text
 
 
+def test_the_options_are_those_of_plan_micro_batches() -> None:
+    assert get_args(app.Algorithm) == get_args(Algorithm)
+    assert get_args(app.Oversized) == get_args(Policy)
+
+
 def test_wrong_requests_are_refused_in_one_line(batch_file: Path, tmp_path: Path) -> None:
     assert "Missing option '--capacity'" in refusal("plan", batch_file)
-    assert "algorithm must be" in refusal("plan", batch_file, "--capacity", 8, "--algorithm", "x")
+    known = f"{', '.join(get_args(Algorithm)[:-1])} or {get_args(Algorithm)[-1]}"
+    wrong = ("--capacity", 8, "--algorithm", "x")
+    assert f"--algorithm must be {known}, got 'x'" in refusal("plan", batch_file, *wrong)
     assert "No such file" in refusal("plan", tmp_path / "none", "--capacity", 8)

@@ -18,6 +18,8 @@ from tests.support.source_copy import copy_source
 LAYERS = ("kernels", "packing", "agent")
 PYTHON = sys.executable
 NEEDED = "trajpack needs Python 3.11, 3.12 or 3.13"
+VERSION = 'case "$*" in *version_info*) echo 3.12.0 ;;'
+"""Beginning of a script that tells its version as Python does."""
 
 
 @cache
@@ -69,7 +71,7 @@ def copy_needed(folder: Path) -> Path:
     for layer in LAYERS:
         (folder / "src" / "trajpack" / layer).symlink_to(f"../../{layer}")
     root = Path(__file__).parents[2]
-    for name in (".ci/make-venv", "pyproject.toml", "Makefile", "constraints.txt"):
+    for name in (".ci/install", ".ci/make-venv", "pyproject.toml", "Makefile", "constraints.txt"):
         (folder / name).write_bytes((root / name).read_bytes())
     return folder
 
@@ -292,52 +294,66 @@ def test_an_environment_of_no_single_path_is_refused(venv: str, fresh: Path) -> 
 
 
 def test_the_demonstration_installs_no_development_tools(installed: Path) -> None:
-    shutil.copy(Path(__file__).parents[2] / ".ci/install-demo", installed / ".ci")
     for target in ("demo", "train"):
         assert "pip install" not in run(["make", "--dry-run", target], installed).stdout
     (installed / ".venv/.installed").unlink()
     for target in ("demo", "train"):
         done = run(["make", "--dry-run", target], installed)
-        assert "sh .ci/install-demo '.venv/bin/python'" in done.stdout
+        assert "sh .ci/install '.venv/bin/python' demo" in done.stdout
         assert "[dev]" not in done.stdout
     (installed / ".venv/.demo-installed").touch()
-    assert "install-demo" not in run(["make", "--dry-run", "demo"], installed).stdout
+    assert ".ci/install" not in run(["make", "--dry-run", "demo"], installed).stdout
 
 
 @pytest.mark.parametrize(
     ("found", "gpu", "index", "said", "torch"),
     [
-        ("torch", False, "", "torch for CPUs and transformers", "torch"),
-        ("torch", False, "cpu", "torch for CPUs and transformers", "--index-url cpu torch"),
+        ("torch", False, "", "torch for CPUs and {others}", "torch"),
+        ("torch", False, "cpu", "torch for CPUs and {others}", "--index-url cpu torch"),
         ("nvidia-cublas", False, "", "pip finds only torch with CUDA", "torch"),
-        ("nvidia-cublas", True, "", "a GPU is here: torch with CUDA", "torch"),
+        ("nvidia-cublas", True, "", "a GPU is here: torch with CUDA and {others}", "torch"),
     ],
 )
-def test_the_demonstration_says_what_it_fetches(
-    found: str, gpu: bool, index: str, said: str, torch: str, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    "chosen", [("demo", "transformers", "0.25", "3"), ("dev", "150 other packages", "0.8", "3.5")]
+)
+def test_an_installation_says_what_it_fetches(
+    found: str, gpu: bool, index: str, said: str, torch: str, chosen: tuple[str, ...],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """The Python is a stand-in that notes what pip is asked for, and finds what it is told."""
+    extra, others, *sizes = chosen
     reports = f"""case "$*" in *--report*) echo '{{"metadata": {{"name": "{found}"}}}}' ;; esac"""
     python = script(tmp_path / "python", f'echo "$*" >> {tmp_path}/asked\n{reports}')
     script(tmp_path / "nvidia-smi", f"exit {0 if gpu else 9}")
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    done = run(["sh", ".ci/install-demo", python, index], Path(__file__).parents[2])
+    done = run(["sh", ".ci/install", python, extra, index], Path(__file__).parents[2])
     assert done.returncode == 0
-    assert done.stdout.startswith(f"trajpack: {said}")
-    assert ("about 3 GB" in done.stdout) is (found != "torch")
+    assert done.stdout.startswith(f"trajpack: {said.format(others=others)}")
+    assert f"about {sizes[found != 'torch']} GB" in done.stdout
     *_, first, last = (tmp_path / "asked").read_text().splitlines()
     pip = "-m pip --disable-pip-version-check install --constraint constraints.txt"
-    assert (first, last) == (f"{pip} {torch}", f"{pip} --editable .[demo]")
+    assert (first, last) == (f"{pip} {torch}", f"{pip} --editable .[{extra}]")
+
+
+def test_make_installs_the_tools_by_the_same_script(installed: Path) -> None:
+    (installed / ".venv/.installed").unlink()
+    script(installed / ".ci/install", 'echo "install $2 into $1 from $3"')
+    (installed / ".venv/bin/python").unlink()  # a link to the real one
+    script(installed / ".venv/bin/python", f"{VERSION} esac")
+    done = run(["make", "install", "TORCH_INDEX=cpu"], installed)
+    assert done.returncode == 0, done.stderr
+    assert "install dev into .venv/bin/python from cpu" in done.stdout
+    assert (installed / ".venv/.installed").exists()
 
 
 def test_a_failed_installation_of_the_demonstration_is_tried_again(installed: Path) -> None:
-    shutil.copy(Path(__file__).parents[2] / ".ci/install-demo", installed / ".ci")
     (installed / ".venv/.installed").unlink()
     (installed / ".venv/bin/python").unlink()  # a link to the real one
-    script(installed / ".venv/bin/python", 'echo 3.12.0; case "$*" in *"pip "*) exit 1 ;; esac')
+    script(installed / ".venv/bin/python", f'{VERSION} *"pip "*) exit 1 ;; esac')
     done = run(["make", "demo"], installed)
     assert done.returncode == 2
+    assert ".demo-installed] Error 1" in done.stderr
     assert not (installed / ".venv/.demo-installed").exists()
 
 

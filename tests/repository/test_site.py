@@ -6,6 +6,8 @@ import ast
 import json
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -79,6 +81,29 @@ def test_every_page_is_in_a_table_of_contents() -> None:
             for entry in re.findall(r"^[\w./*]+$", entries, re.MULTILINE):
                 listed |= {*page.parent.glob(f"{entry}.md"), *page.parent.glob(f"{entry}.rst")}
     assert {*pages} - listed == set()
+
+
+def test_every_sketch_defines_the_names_that_it_uses(tmp_path: Path) -> None:
+    """Check blocks that are not run, since they need what no test has; ray.md quotes an example."""
+    sketches = tmp_path / "sketches"
+    sketches.mkdir()
+    for page in {*DOCS.rglob("*.md")} - {DOCS / "ray.md"}:
+        for number, text in enumerate(
+            re.findall(r"^```py\n(.*?)^```", page.read_text(), re.S | re.M)
+        ):
+            (sketches / f"{page.stem}_{number}.py").write_text(text)
+    assert len([*sketches.iterdir()]) > 10
+    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F", sketches]
+    done = subprocess.run(ruff, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_index_links_to_every_guide() -> None:
+    """A code host shows the links of the index, not its tables of contents."""
+    links = {*re.findall(r"\]\(([\w./]+)\)", (DOCS / "index.md").read_text())}
+    pages = {page.name for page in DOCS.glob("*.md")} - {"index.md"}
+    assert pages <= links
+    assert {f"api/{name}.rst" for name in PAGES} <= links
 
 
 NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))

@@ -25,10 +25,18 @@ from trajpack.commands.terminal import readable, results, say
 _COUNT: Any = whole(1, MAX_COUNT)
 Order = Literal["batch", "best", "worst"]
 Oversized = Literal["raise", "drop", "truncate_at_turn", "own_bin"]
+Algorithm = Literal[
+    "next_fit",
+    "first_fit_decreasing",
+    "best_fit_decreasing",
+    "karmarkar_karp",
+    "longest_processing_time",
+]
 Source = Literal["slime", "prime-rl", "areal", "trajpack"]
 Target = Literal["slime", "prime-rl", "torchtitan", "trajpack"]
 Credit = Literal["grpo", "dr-grpo", "rloo"]
 _LAYOUTS: Any = one_of(LayoutName)
+_ALGORITHMS: Any = one_of(Algorithm)
 _FILE: Any = {"metavar": "FILE"}
 _NAME: Any = {"metavar": "MODEL", "show_default": False}
 _FOLDER: Any = {"metavar": "FOLDER", "show_default": False}
@@ -166,14 +174,24 @@ def rollout(  # noqa: PLR0913, PLR0917 - a command's options are its parameters
     settings = _Rollout(**chosen)
     check_places(out, settings.answers, replace=force or is_continued(log))
     if dataset is not None:
-        readable(dataset)
+        _check_data_set(dataset)
     say("loading torch and transformers")
     from trajpack.commands.rollout import roll_out
 
     return partial(roll_out, settings, layout, out)
 
 
-_DATASET = "JSONL file of questions and answers. [default: sums made by reasoning-gym]"
+def _check_data_set(file: Path) -> None:
+    try:
+        if file.is_dir():
+            raise SetupError(f"cannot read {file}: it is a folder")
+        readable(file)
+    except SetupError as error:
+        raise SetupError(f"{error}; --dataset takes a JSONL file; {_TO_JSON}") from error.__cause__
+
+
+_TO_JSON = "dataset.to_json(FILE) writes one of a Hugging Face data set"
+_DATASET = f"JSONL file of questions and answers; {_TO_JSON}. [default: sums of two numbers]"
 _MODEL = (
     "Folder of a causal language model, or its name on the Hugging Face hub, such as "
     "Qwen/Qwen3-0.6B. [default: a tiny Qwen3 with random weights]"
@@ -299,7 +317,7 @@ def plan(
     capacity: Annotated[int, typer.Option(**_COUNT, help="Tokens of a micro-batch at most.")],
     ranks: Annotated[int, typer.Option(**whole(1, 10_000), help="Data-parallel ranks.")] = 1,
     algorithm: Annotated[
-        str | None, typer.Option(metavar="NAME", help=_ALGORITHM, show_default=False)
+        Algorithm | None, typer.Option(**_ALGORITHMS, help=_ALGORITHM, show_default=False)
     ] = None,
     align: Annotated[
         int, typer.Option(**whole(1, 1 << 20), help="Multiple that each sequence is padded to.")
@@ -326,8 +344,8 @@ def plan(
 
 
 _ALGORITHM = (
-    "next_fit, first_fit_decreasing, best_fit_decreasing, karmarkar_karp or "
-    "longest_processing_time. [default: best_fit_decreasing, or with several ranks the last]"
+    "How micro-batches are filled. [default: best_fit_decreasing, or with several ranks "
+    "longest_processing_time]"
 )
 _OVERSIZED = "Treatment of a sequence that is longer than the capacity."
 _PLAN_JSON = "Print the statistics and the sequences of each micro-batch as JSON."

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from trajpack.agent.errors import SetupError
 from trajpack.agent.models.causal_model import first_line
 from trajpack.commands.inspect import load_batch
-from trajpack.commands.terminal import make_console, results, tell, writing
+from trajpack.commands.terminal import make_console, results, say, tell, writing
 from trajpack.packing.adapters import areal, prime_rl, slime, torchtitan
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.batch.inspection import summary
@@ -33,6 +34,18 @@ WRITERS: Mapping[str, Any] = {
     "torchtitan": torchtitan.to_training_samples,
 }
 """Function that makes a list of samples of a batch, by format."""
+UNREAD: Mapping[str, Iterable[str]] = {
+    "slime": ["rollout_routed_experts"],
+    "prime-rl": ["advantages", *prime_rl.READ],
+    "areal": sorted(areal.EARLY),
+}
+"""Keys of numbers per token that no batch of the command gets, by format."""
+WRITTEN: Mapping[str, Iterable[str]] = {
+    "slime": slime.SAMPLE_KEYS,
+    "prime-rl": [*prime_rl.READ, "sampling_mask"],
+    "torchtitan": [],
+}
+"""Extra fields of a batch that a format has, by format."""
 ESTIMATORS = {"grpo": GRPO, "dr-grpo": DrGRPO, "rloo": RLOO}
 
 
@@ -58,6 +71,13 @@ def convert_file(
         if not isinstance(given, (list, Mapping) if source == "areal" else list):
             raise SetupError(f"{file} holds no list of {source} samples")
         batch = _packed(file, source, given, missing_reward)
+        samples = [given] if isinstance(given, Mapping) else given
+        unread = [key for key in UNREAD[source] if any(one.get(key) is not None for one in samples)]
+        remedy = f"; {_place(source)} reads extra fields" if source != "areal" else ""
+        _tell_left_out(f"not read from {source}", unread, remedy)
+    if target != "trajpack":
+        unwritten = [name for name in batch.fields if name not in WRITTEN[target]]
+        _tell_left_out(f"not in samples of {target}", unwritten)
     try:
         if advantages is not None:
             batch = batch.with_advantages(ESTIMATORS[advantages]())
@@ -78,6 +98,18 @@ def convert_file(
         console.print(summary(rows, f"{source} to {target}", console.width))
         tell(console, f"written    {out}")
     return 0
+
+
+def _tell_left_out(where: str, names: list[str], remedy: str = "") -> None:
+    """Say on standard error what the written file lacks."""
+    if names:
+        say(f"left out, {where}: {', '.join(names)}{remedy}")
+
+
+def _place(source: str, fields: str = "...") -> str:
+    """Return the call in Python that reads extra fields of a format."""
+    reader = READERS[source]
+    return f"{reader.__module__}.{reader.__name__}(samples, fields=[{fields}])"
 
 
 def _read(file: Path) -> Any:
@@ -106,6 +138,9 @@ def _packed(file: Path, source: str, given: Any, missing_reward: float | None) -
         return pack(READERS[source](given, missing_reward=missing_reward))
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # of untyped JSON
         remedy = first_line(error).replace("pass missing_reward=0.0", "give --missing-reward 0")
+        unread = r'"\1"'  # the field that the error names
+        in_python = f"read them in Python by {_place(source, unread)}"
+        remedy = re.sub(r"name (\w+) in fields", in_python, remedy)
         raise SetupError(f"{file}: {remedy}") from error
 
 

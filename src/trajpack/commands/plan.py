@@ -32,7 +32,7 @@ def plan_file(
     batch = load_batch(file)
     options: dict[str, Any] = {"align": align, "oversized": oversized}
     if algorithm is not None:
-        options["algorithm"] = algorithm.replace("-", "_")
+        options["algorithm"] = algorithm
     if oversized == "truncate_at_turn":
         options["turn_ends"] = batch.turn_ends()
     plans: tuple[Plan, ...]

@@ -101,11 +101,9 @@ def results() -> Iterator[None]:
 
 
 def readable(path: Path) -> None:
-    """Raise a SetupError if ``path`` is missing, a folder, or may not be read; pipes are left to their reader."""
+    """Raise a SetupError if ``path`` cannot be read; what is no file is left to its reader."""
     try:
-        if (
-            path.is_file() or path.is_dir() or not path.exists()
-        ):  # to open a pipe would wait for its writer
+        if path.is_file() or not path.exists():  # to open a pipe would wait for its writer
             path.open("rb").close()
     except OSError as error:
         raise SetupError(f"cannot read {path}: {error.strerror or error}") from error

@@ -199,6 +199,12 @@ def test_an_environment_must_return_one_success(successes: Any) -> None:
         asyncio.run(episode(successes).judge("2"))
 
 
+def test_a_reward_that_is_no_list_is_named() -> None:
+    said = "the rewards, must be a list of one number, got float"
+    with pytest.raises(EnvironmentFailedError, match=said):
+        asyncio.run(episode(1.0).judge("2"))
+
+
 @pytest.mark.parametrize("success", [True, 1, 1.0, np.bool_(True), np.float32(1)])
 def test_a_success_may_be_any_number(success: Any) -> None:
     assert asyncio.run(episode([success]).judge("2")) == (1.0, True)

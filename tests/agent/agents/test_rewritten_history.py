@@ -46,12 +46,12 @@ def breaks_of(trajectory: Trajectory) -> int:
     return count
 
 
-def test_a_break_of_the_prefix_begins_a_sequence(
-    example: Any, trajectories: list[Trajectory]
-) -> None:
+def test_a_break_of_the_prefix_begins_a_sequence(trajectories: list[Trajectory]) -> None:
     counted = [breaks_of(trajectory) for trajectory in trajectories]
     assert all(0 < count < 4 for count in counted)  # and some turns do go on
-    assert example.prefix_breaks(pack(trajectories)) == counted
+    assert [pack([one]).num_prefix_breaks for one in trajectories] == counted
+    assert pack(trajectories).num_prefix_breaks == sum(counted)
+    assert pack(trajectories, "turns").num_prefix_breaks is None
 
 
 @pytest.mark.parametrize("layout", ["merged", "turns"])

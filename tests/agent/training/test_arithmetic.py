@@ -8,14 +8,14 @@ from collections import Counter
 import pytest
 
 from trajpack.agent.agents.math_multi_turn import MathMultiTurnAgent
-from trajpack.agent.environments.questions import ExactAnswerEnvironment, Question
+from trajpack.agent.environments.questions import (
+    ExactAnswerEnvironment,
+    Question,
+    arithmetic_questions,
+)
 from trajpack.agent.models.tiny_model import build_arithmetic_model
 from trajpack.agent.protocols import GenerationOutput, Observation, Prompt, Reply, SamplingParams
-from trajpack.agent.training.arithmetic import (
-    arithmetic_questions,
-    encode_question,
-    lazy_demonstrations,
-)
+from trajpack.agent.training.arithmetic import encode_question, lazy_demonstrations
 from trajpack.packing.types import Trajectory
 
 MODEL, TOKENIZER = build_arithmetic_model()

@@ -1,7 +1,8 @@
 """The lines that pages of formats show: each is run, with stand-ins for a trainer's own calls.
 
-Blocks marked ``python`` run by themselves, as all examples do. Blocks marked ``py`` name what
-belongs to a trainer: they run here, after the page's others, so that pasted lines do not break.
+Blocks marked ``python`` run by themselves, as all examples do. Blocks marked ``py`` need packages
+or objects of a trainer: each defines a function or a class, which is called here. It runs alone, so
+that pasted lines do not break.
 """
 
 import asyncio
@@ -18,40 +19,46 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from tests.packing.adapters.peers import VERSIONS
-from trajpack import PackedBatch, Trajectory, Turn
+from trajpack import Alignment, Trajectory, Turn, plan_micro_batches
 
 PAGES = Path(__file__).parents[3] / "docs" / "formats"
 CONSTRAINTS = Path(__file__).parents[3] / "constraints.txt"
 TOKENIZER = SimpleNamespace(pad_token_id=0)
 
 
-def run(page, **foreign):
-    """Run a page's blocks in their order, and give back the names that they leave."""
+def run(page):
+    """Return the names that the block marked ``py`` of a page defines."""
     names = {"__name__": "page"}
-    for kind, block in blocks_of(page):
-        if kind == "py":
-            names |= foreign
-        exec(block, names)
-    return names
-
-
-def run_first(page):
-    """Run a page's first block alone: what a trainer would have made stands there."""
-    names = {"__name__": "page"}
-    ((_, block), *_) = blocks_of(page)
+    (block,) = blocks_of(page, "py")
     exec(block, names)
     return names
 
 
-def blocks_of(page):
-    """Return each block's kind and code; what is to run on a GPU runs on the host."""
+def run_first(page):
+    """Return the names that a page's first block leaves: a batch, rows of a trainer."""
+    names = {"__name__": "page"}
+    exec(blocks_of(page, "python")[0], names)
+    return names
+
+
+def blocks_of(page, kind):
+    """Return the code of each block of a kind; what is to run on a GPU runs on the host."""
     text = PAGES.joinpath(f"{page}.md").read_text().replace('device="cuda"', 'device="cpu"')
     blocks = []
-    for kind, block in re.findall(r"```(python|py)\n(.*?)```", text, re.DOTALL):
+    for block in re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL):
         examples = doctest.DocTestParser().get_examples(block)
         source = "".join(example.source for example in examples) if examples else block
-        blocks.append((kind, compile(source, page, "exec")))
+        blocks.append(compile(source, page, "exec"))
     return blocks
+
+
+def stand_in(monkeypatch, module, **names):
+    """Let a module that cannot be installed be imported."""
+    parts = module.split(".")
+    for count in range(1, len(parts) + 1):
+        name = ".".join(parts[:count])
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    vars(sys.modules[module]).update(names)
 
 
 class Calls(list):
@@ -84,16 +91,13 @@ def test_lines_of_flash_attention(monkeypatch):
             pieces.append(scaled_dot_product_attention(*of, is_causal=causal).transpose(0, 1))
         return torch.cat(pieces)
 
-    module = ModuleType("flash_attn")
-    module.flash_attn_varlen_func = attend
-    monkeypatch.setitem(sys.modules, "flash_attn", module)
-    table = torch.randn(9, 1, 8)
-    names = run("flash_attention", project=lambda ids: [table[ids]] * 3, head=lambda x: x[:, 0])
-    logits, batch = names["logits"], names["batch"]
+    stand_in(monkeypatch, "flash_attn", flash_attn_varlen_func=attend)
+    table, batch = torch.randn(9, 1, 8), run_first("flash_attention")["batch"]
+    attended = run("flash_attention")["attend"](batch, *[table[batch.input_ids]] * 3)
     for begin, end in pairwise(batch.cu_seqlens.tolist()):
         alone = table[batch.input_ids[begin:end]].transpose(0, 1)
         expected = scaled_dot_product_attention(alone, alone, alone, is_causal=True)[0]
-        torch.testing.assert_close(logits[begin:end], expected)
+        torch.testing.assert_close(attended[begin:end, 0], expected)
 
 
 def test_lines_of_megatron(peer, monkeypatch):
@@ -101,6 +105,7 @@ def test_lines_of_megatron(peer, monkeypatch):
     state = package.load("megatron.core.parallel_state")
     monkeypatch.setattr(package.load("megatron.core"), "parallel_state", state, raising=False)
     tokens, given = [], []
+    batch = run_first("megatron")["batch"]
 
     def model(input_ids, position_ids, attention_mask, *, packed_seq_params):
         assert attention_mask is None
@@ -112,26 +117,28 @@ def test_lines_of_megatron(peer, monkeypatch):
         ranks = {"context_parallel_world_size": 2, "context_parallel_rank": rank}
         for name, value in (ranks | {"tensor_model_parallel_world_size": 1}).items():
             monkeypatch.setattr(state, f"get_{name}", lambda value=value: value)
-        names = run("megatron", model=model)
-    whole = names["micro_batch"]
+        assert list(run("megatron")["logits_of"](model, batch)) == [None]
+    alignment = Alignment(sequence_multiple=4, tail="separate")
+    (whole,) = batch.micro_batches(plan_micro_batches(batch.seqlens, 8192, align=4), alignment)
     assert sorted(tokens) == sorted(whole.input_ids.tolist())
     assert {type(params).__name__ for params in given} == {"PackedSeqParams"}
     assert given[0].cu_seqlens_q_padded[-1] == whole.num_tokens == len(tokens)
 
 
 def test_lines_of_trl(trl):
-    names = run("trl")
+    names, page = run("trl"), run_first("trl")
     assert issubclass(names["OurTrainer"], trl.GRPOTrainer)
     (method,) = (name for name in vars(names["OurTrainer"]) if name.startswith("_generate"))
     assert callable(getattr(trl.GRPOTrainer, method))
-    trainer = SimpleNamespace(collect=lambda inputs: names["batch"], _tokenizer=TOKENIZER)
+    trainer = SimpleNamespace(collect=lambda inputs: page["batch"], _tokenizer=TOKENIZER)
     rows = getattr(names["OurTrainer"], method)(trainer, ["one", "two"])
-    assert rows["completion_ids"].tolist() == names["inputs"]["completion_ids"].tolist()
+    assert rows["completion_ids"].tolist() == page["inputs"]["completion_ids"].tolist()
 
 
 def test_lines_of_torchtitan(peer):
     peer("torchtitan")
-    microbatch = run("torchtitan", seq_len=8, pad_id=9)["microbatch"]
+    batch = run_first("torchtitan")["batch"]
+    microbatch = run("torchtitan")["microbatch_of"](batch, seq_len=8, pad_id=9)
     for field in dataclasses.fields(microbatch):
         assert getattr(microbatch, field.name).shape == (1, 8), field.name
     assert microbatch.token_ids[0, -1] == 9
@@ -140,27 +147,20 @@ def test_lines_of_torchtitan(peer):
 def test_lines_of_tinker(peer):
     peer("tinker")
     forward, step = Calls(), Calls()
-    names = run(
-        "tinker", training_client=SimpleNamespace(forward_backward=forward, optim_step=step)
-    )
+    client = SimpleNamespace(forward_backward=forward, optim_step=step)
+    run("tinker")["step"](client, run_first("tinker")["batch"])
     ((datums,), options) = forward[0]
     assert options == {"loss_fn": "importance_sampling"}
     assert [list(datum.loss_fn_inputs) for datum in datums] == [
         ["target_tokens", "logprobs", "advantages"]
     ]
     assert step[0][0][0].learning_rate == 1e-5
-    assert names["datums"] is datums
 
 
 def test_lines_of_verl(peer):
     verl, update = peer("verl"), Calls()
     rollouts = run_first("verl")["rows"]
-    run(
-        "verl",
-        rollouts=rollouts,
-        tokenizer=TOKENIZER,
-        trainer=SimpleNamespace(_update_actor=update),
-    )
+    run("verl")["update"](SimpleNamespace(_update_actor=update), rollouts, pad_token_id=0)
     (proto,) = update[0][0]
     assert isinstance(proto, verl.load("verl").DataProto)
     assert proto.batch["advantages"].shape == proto.batch["old_log_probs"].shape
@@ -175,38 +175,35 @@ def test_lines_of_slime():
     names = run("slime")
     first = {"reward": 0.0, "group_index": 7, "tokens": [11, 12, 22], "response_length": 1}
     first |= {"loss_mask": [1], "rollout_log_probs": [-0.5]}
-    train = names["convert"](SimpleNamespace(), [names["sample"], first])
+    train = names["convert"](SimpleNamespace(), [run_first("slime")["sample"], first])
     assert train["rewards"][0] == -train["rewards"][1] > 0
     assert train["response_lengths"] == [3, 1]
 
 
-def test_lines_of_nemo_rl():
+def test_lines_of_nemo_rl(monkeypatch):
     train = Calls()
 
     class BatchedDataDict(dict):
         def to(self, device):
             return BatchedDataDict((key, value.to(device)) for key, value in self.items())
 
-    run(
-        "nemo_rl",
-        tokenizer=TOKENIZER,
-        BatchedDataDict=BatchedDataDict,
-        policy=SimpleNamespace(train=train),
-        loss_fn=print,
-    )
+    module = "nemo_rl.distributed.batched_data_dict"
+    stand_in(monkeypatch, module, BatchedDataDict=BatchedDataDict)
+    batch = run_first("nemo_rl")["batch"]
+    run("nemo_rl")["train"](SimpleNamespace(train=train), print, batch, pad_token_id=0)
     ((rows, loss), _) = train[0]
     assert loss is print
     assert rows["advantages"].shape == rows["input_ids"].shape
 
 
-def test_lines_of_skyrl():
-    generator = run("skyrl", GeneratorInterface=object)["Generator"]()
+def test_lines_of_skyrl(peer):
+    peer("skyrl")
 
     async def roll_out(asked):
         assert asked == {"prompts": []}
         return two_trajectories()
 
-    generator.roll_out = roll_out
+    generator = run("skyrl")["Generator"](roll_out)
     output = asyncio.run(generator.generate({"prompts": []}))
     assert output["response_ids"] == [[21], [24, 25]]
 
@@ -214,7 +211,7 @@ def test_lines_of_skyrl():
 def test_lines_of_openrlhf(peer):
     peer("openrlhf")
     kept = []
-    run("openrlhf", tokenizer=TOKENIZER, replay_buffer=kept)
+    run("openrlhf")["append"](kept, run_first("openrlhf")["batch"], pad_token_id=0)
     assert [type(experience).__name__ for experience in kept] == ["Experience"]
     assert kept[0].sequences.tolist() == [[11, 12, 21, 31, 22]]
     assert kept[0].action_log_probs.shape == kept[0].advantages.shape == (1, 4)
@@ -222,8 +219,8 @@ def test_lines_of_openrlhf(peer):
 
 def test_lines_of_areal():
     update = Calls()
-    names = run("areal", actor=SimpleNamespace(ppo_update=update))
-    assert isinstance(names["batch"], PackedBatch)
+    rows = run_first("areal")["rows"]
+    run("areal")["update"](SimpleNamespace(ppo_update=update), rows)
     ((given,),) = update[0][0]
     assert given["advantages"].shape == given["input_ids"].shape
 

@@ -3,8 +3,9 @@
 import warnings
 
 import pytest
+import torch
 
-from trajpack import Trajectory, TrajectoryBuffer, Turn, pack
+from trajpack import TokenField, Trajectory, TrajectoryBuffer, Turn, pack
 
 
 def trajectory(*logprobs):
@@ -82,3 +83,37 @@ def test_the_first_breaks_of_a_call_are_looked_at():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pack([*breaks, two_turns(RETOKENIZED[0])])
+
+
+def with_rows(*rows):
+    """Return two turns, the second of which repeats the first; rows of a field for all tokens."""
+    turns = [([1, 2], [3]), ([1, 2, 3, 4], [5])]
+    return Trajectory(
+        "a",
+        [
+            Turn(prompt, completion, [-0.5], fields={"state": of})
+            for (prompt, completion), of in zip(turns, rows, strict=True)
+        ],
+    )
+
+
+STATE = TokenField("state", torch.int32, generated_only=False)
+
+
+def test_rows_that_differ_where_tokens_agree_are_warned_of_and_kept():
+    contradicting = with_rows([1, 2, 3], [1, 9, 3, 4, 5])
+    said = r"trajectory 'a', turn 1: field 'state' has other rows for tokens of the turns before"
+    with pytest.warns(UserWarning, match=said) as caught:
+        batch = pack([with_rows([1, 2, 3], [1, 2, 3, 4, 5]), contradicting], fields=[STATE])
+    (warning,) = caught
+    assert warning.filename == __file__
+    assert batch.fields["state"].tolist() == [1, 2, 3, 4, 5, 1, 2, 3, 1, 9, 3, 4, 5]
+    assert batch.num_prefix_breaks == 1
+
+
+def test_no_warning_of_rows_that_agree_and_of_rows_behind_another_prompt():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pack([with_rows([1, 2, 3], [1, 2, 3, 4, 5])], fields=[STATE])
+        turns = [Turn([1, 2], [3], [-0.5], fields={"state": [1, 2, 3]})] * 2  # a second attempt
+        pack([Trajectory("a", turns)], fields=[STATE])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from trajpack import Trajectory, TrajectoryBuffer, Turn, pack
+from trajpack import Trajectory, TrajectoryBuffer, Turn, pack, pack_resident, pack_tree
 from trajpack.packing.buffer import buffer as buffer_module, tables as tables_module
 from trajpack.packing.buffer.tables import GrowingArray
 from trajpack.testing import assert_batches_equal, random_trajectory, trajectory_lists
@@ -181,6 +181,8 @@ def test_deferred_tensors_are_a_trainers_whoever_asks_first():
         assert batch.turn_rewards.is_inference() is False
 
 
-def test_one_trajectory_is_not_several():
-    with pytest.raises(TypeError, match="trajectories must be several of Trajectory, got Traj"):
-        TrajectoryBuffer().extend(Trajectory("a", [Turn([1], [2], [0.0])]))
+@pytest.mark.parametrize("call", [TrajectoryBuffer().extend, pack, pack_tree, pack_resident])
+def test_one_trajectory_is_not_a_list(call):
+    said = r"expected a list of Trajectory, got one Trajectory; write pack\(\[trajectory\]\)"
+    with pytest.raises(TypeError, match=said):
+        call(Trajectory("a", [Turn([1], [2], [0.0])]))

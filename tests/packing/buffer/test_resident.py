@@ -123,5 +123,5 @@ def test_a_tensor_whose_memory_was_freed_or_shrunk_is_refused(place):
 
 
 def test_what_is_no_list_of_trajectories_is_refused_by_name():
-    with pytest.raises(TypeError, match="trajectories must be several of Trajectory, got int"):
+    with pytest.raises(TypeError, match="expected a list of Trajectory, got int"):
         pack_resident(5)

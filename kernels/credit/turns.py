@@ -100,7 +100,7 @@ def _run_scores(*inputs: Any) -> tuple[torch.Tensor, ...]:
     if impl == "triton":
         from trajpack.kernels.credit.turns_triton import scores_forward
 
-        return scores_forward(*inputs[:6], clip=clip, masks=masks)
+        return scores_forward(*inputs[:5], given=given, clip=clip, masks=masks)
     scores = given
     if scores is None:
         scores = segment_reduce_torch(turn_rewards, cu_turns, None, "sum")

@@ -50,17 +50,10 @@ def scores_kernel(
 
 
 def scores_forward(
-    turn_rewards: torch.Tensor,
-    turn_truncated: torch.Tensor,
-    cu_generated: torch.Tensor,
-    cu_turns: torch.Tensor,
-    group_ids: torch.Tensor,
-    given: torch.Tensor | None,
-    *,
-    clip: float,
-    masks: bool,
+    *tables: torch.Tensor, given: torch.Tensor | None, clip: float, masks: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launch one lane per trajectory; return the fields of `Scores`."""
+    turn_rewards, turn_truncated, cu_generated, cu_turns, group_ids = tables
     num_segments = cu_turns.shape[0] - 1
     device = turn_rewards.device
     launch = launch_on("scores_kernel", turn_rewards.get_device())
@@ -131,16 +124,13 @@ def spread_kernel(
 
 
 def spread_forward(
-    num_tokens: int,
-    runs: torch.Tensor,
-    values: torch.Tensor | None,
-    steps: torch.Tensor | None,
-    index: torch.Tensor | None,
-    others: torch.Tensor | None,
-    *,
-    weight: float,
+    num_tokens: int, runs: torch.Tensor, *rows: torch.Tensor | None, weight: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch a program for each tile; return the tokens' values, and their other ones."""
+    """Launch a program for each tile; return the tokens' values, and their other ones.
+
+    ``rows`` are values, steps, index and others of `trajpack.kernels.credit.turns.spread`.
+    """
+    values, steps, index, others = rows
     size = triton.cdiv(num_tokens, TILE) * TILE
     memory = torch.empty(size, dtype=torch.float32, device=runs.device)
     second = torch.empty_like(memory) if others is not None else memory.new_empty(0)

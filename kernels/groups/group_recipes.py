@@ -29,7 +29,6 @@ def grpo(
     """Return ``(r - mean) / (std + eps)``, with n - 1 under the variance.
 
     A group of one keeps its score, as in verl; others give it 0 (``singleton="zero"``).
-
     Arguments, result, errors and cost are those of `group_advantages`.
 
     Example:
@@ -52,7 +51,6 @@ def dr_grpo(
 
     A group of one keeps its score, as in verl; prime-rl and tinker give it 0
     (``singleton="zero"``).
-
     Arguments, result, errors and cost are those of `group_advantages`.
 
     Example:
@@ -75,7 +73,6 @@ def rloo(
 
     A group of one keeps its score, as in verl's ``rloo``; its ``rloo_vectorized`` and SkyRL give
     it 0 (``singleton="zero"``).
-
     Arguments, result, errors and cost are those of `group_advantages`.
 
     Example:
@@ -97,7 +94,6 @@ def opo(
 
     ``lengths`` ``[members]`` int32, int64, float32 or float64 counts each response's tokens. A
     group of one keeps its score, as in verl.
-
     Arguments, result, errors and cost are those of `group_advantages`.
 
     Example:
@@ -121,7 +117,6 @@ def reinforce_plus_plus_baseline(
 
     The second half whitens these over the tokens of the whole batch, once they stand at their
     tokens; it is the caller's to do. A group of one keeps its score, as in verl.
-
     Arguments, result, errors and cost are those of `group_advantages`.
 
     Example:
@@ -144,7 +139,6 @@ def max_rl(
 
     So a group that rarely succeeds counts for more than one that often does. A group of one has
     advantage 0, which is what the formula says.
-
     Arguments, result, errors and cost are those of `group_advantages`.
 
     Example:
@@ -169,7 +163,6 @@ def gpg(
 
     ``alpha = members / max(members with r != 0, 1)`` counts the whole batch, so an advantage
     depends on all groups. A group of one has ``alpha * r``, as in verl.
-
     Arguments, result, errors and cost are those of `group_advantages`.
 
     Example:
@@ -193,7 +186,6 @@ def grpo_pass_at_k(
 
     If two tie for best, both get 0, and so does a group of one, which verl refuses.
     ``scale="std"`` divides by ``std + eps``, as verl does unless it is told not to.
-
     Arguments, result, errors and cost are those of `group_advantages`.
 
     Example:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
@@ -13,7 +12,6 @@ from trajpack.kernels.validation import check_max_seqlen, check_segments_within,
 
 FLOATS = (torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
-Entries: TypeAlias = npt.NDArray[Any]
 
 
 def segment_sum(
@@ -144,16 +142,12 @@ def _segment_reduce(
     check_tensor(op, "x", x, dtypes=(*FLOATS, *INTEGERS, *bools))
     check_segments(op, segments, x.device)
     if mask is not None:
-        entries = x.shape[0]
-        check_tensor(
-            op, "mask", mask, dtypes=(torch.bool,), device=x.device, entries=entries, per="entry"
-        )
+        each: dict[str, Any] = {"device": x.device, "entries": x.shape[0], "per": "entry"}
+        check_tensor(op, "mask", mask, dtypes=(torch.bool,), **each)
         mask = mask.contiguous()
     check_max_seqlen(op, max_seqlen)
-    chosen = resolve_impl(op, impl, x)
-    reduced: torch.Tensor = torch.ops.trajpack.segment_reduce(
-        x.contiguous(), segments.contiguous(), mask, reduction, chosen, max_seqlen
-    )
+    rows, chosen = (x.contiguous(), segments.contiguous(), mask), resolve_impl(op, impl, x)
+    reduced: torch.Tensor = torch.ops.trajpack.segment_reduce(*rows, reduction, chosen, max_seqlen)
     return reduced
 
 
@@ -206,52 +200,31 @@ def segment_reduce_torch(
     """
     if x.device.type != "cpu":
         return segment_reduce_reference(x, segments, mask, reduction)
-    bounds = segments.numpy()
-    begin, end = bounds.T if bounds.ndim == 2 else (bounds[:-1], bounds[1:])
-    entries, counted = x.detach().numpy(), None if mask is None else mask.numpy()
-    with np.errstate(all="ignore"):
-        if reduction == "max":
-            is_float = entries.dtype.kind == "f"
-            least = float("-inf") if is_float else int(np.iinfo(entries.dtype).min)
-            total = _reduceat(np.maximum, entries, counted, begin=begin, end=end, initial=least)
-        else:
-            total = _reduceat(np.add, entries, counted, begin=begin, end=end, initial=0)
-        if reduction == "mean":
-            count = end - begin
-            if counted is not None:
-                count = _reduceat(np.add, counted, None, begin=begin, end=end, initial=0)
-            total = total.astype(np.float64) / np.maximum(count, 1)
-        return torch.from_numpy(total).to(_dtype_of(x, reduction))
-
-
-def _reduceat(
-    ufunc: np.ufunc,
-    entries: Entries,
-    counted: Entries | None,
-    *,
-    begin: Entries,
-    end: Entries,
-    initial: float,
-) -> Entries:
-    """Reduce the counted entries of each [begin, end); sums are float64 or int64."""
-    dtype = entries.dtype
-    if ufunc is np.add:
-        dtype = np.dtype(np.float64 if dtype.kind == "f" else np.int64)
-    values = np.empty(entries.size + 1, dtype)  # one more: an index of reduceat may be the end
-    values[-1] = initial
-    values[:-1] = entries
-    if counted is not None:
-        np.copyto(values[:-1], initial, where=~counted)
+    begin, end = (side.numpy() for side in _sides(segments))
+    entries = x.detach().numpy()
+    reduce, initial, dtype = np.add, 0.0, np.dtype(np.int64)
+    if reduction == "max":
+        reduce, dtype = np.maximum, entries.dtype
+        initial = float("-inf") if x.is_floating_point() else torch.iinfo(x.dtype).min
+    elif x.is_floating_point():
+        dtype = np.dtype(np.float64)
+    values = np.full(entries.size + 1, initial, dtype)  # an index of reduceat may be the end
+    np.copyto(values[:-1], entries, where=True if mask is None else mask.numpy())
     result = np.full(begin.size, initial, dtype)
     (held,) = np.nonzero(end > begin)
-    if held.size:
-        held = held[np.argsort(begin[held], kind="stable")]  # reduceat also reduces the gaps
-        edges = np.stack([begin[held], end[held]], 1).reshape(-1)
-        result[held] = ufunc.reduceat(values, edges)[::2]
-    if dtype.kind == "f":
-        result += 0.0  # no -0
-        result[np.isnan(result)] = np.nan  # one bit pattern of NaN
-    return result
+    with np.errstate(all="ignore"):
+        if held.size:
+            held = held[np.argsort(begin[held], kind="stable")]  # reduceat also reduces the gaps
+            edges = np.stack([begin[held], end[held]], 1).reshape(-1)
+            result[held] = reduce.reduceat(values, edges)[::2]
+        if reduction == "mean":
+            count = end - begin
+            if mask is not None:
+                count = segment_reduce_torch(mask, segments, None, "sum").numpy()
+            result = result.astype(np.float64) / np.maximum(count, 1)
+        if result.dtype.kind == "f":
+            result = np.where(np.isnan(result), np.nan, result + 0.0)  # one NaN, and no -0
+        return torch.from_numpy(result).to(_dtype_of(x, reduction))
 
 
 def owners_of_entries(
@@ -278,9 +251,15 @@ def _bounds_of_segments(
     segments: torch.Tensor, num_entries: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return int64 ``[segments]`` first index and one past the last, clamped to the entries."""
-    begin, end = segments.unbind(1) if segments.ndim == 2 else (segments[:-1], segments[1:])
+    begin, end = _sides(segments)
     begin = begin.long().clamp(0, num_entries)
     return begin, torch.maximum(begin, end.long().clamp(0, num_entries))
+
+
+def _sides(segments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first index of each segment, and one past its last."""
+    begin, end = segments.T if segments.ndim == 2 else (segments[:-1], segments[1:])
+    return begin, end
 
 
 def _dtype_of(x: torch.Tensor, reduction: str) -> torch.dtype:
@@ -289,34 +268,21 @@ def _dtype_of(x: torch.Tensor, reduction: str) -> torch.dtype:
     return torch.float32 if reduction == "mean" else torch.int64
 
 
-def _run(
-    x: torch.Tensor,
-    segments: torch.Tensor,
-    mask: torch.Tensor | None,
-    reduction: str,
-    impl: str,
-    max_seqlen: int | None = None,
-) -> torch.Tensor:
+def _run(*inputs: Any) -> torch.Tensor:
+    x, segments, mask, reduction, impl, max_seqlen = inputs
     check_segments_within(f"segment_{reduction}", "segments", segments, x.shape[0])
     if impl == "torch":
         return segment_reduce_torch(x, segments, mask, reduction)
     from trajpack.kernels.reduce.segment_reduce_triton import segment_reduce_forward
 
-    out = _fake(x, segments, mask, reduction, impl)
+    out = _fake(*inputs)
     segment_reduce_forward(x, segments, mask, out, reduction=reduction, max_seqlen=max_seqlen)
     return out
 
 
-def _fake(
-    x: torch.Tensor,
-    segments: torch.Tensor,
-    mask: torch.Tensor | None,
-    reduction: str,
-    impl: str,
-    max_seqlen: int | None = None,
-) -> torch.Tensor:
+def _fake(x: torch.Tensor, segments: torch.Tensor, *inputs: Any) -> torch.Tensor:
     num_segments = segments.shape[0] - int(segments.ndim == 1)
-    return x.new_empty((num_segments,), dtype=_dtype_of(x, reduction))
+    return x.new_empty((num_segments,), dtype=_dtype_of(x, inputs[1]))
 
 
 def _setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
@@ -325,13 +291,12 @@ def _setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
     ctx.save_for_backward(segments, mask, *((x, output) if ctx.reduction == "max" else ()))
 
 
-def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     segments, mask, *maxima = ctx.saved_tensors
     owner, held = owners_of_entries(segments, ctx.num_entries)
-    held = held if mask is None else held & mask
+    held, counted = held if mask is None else held & mask, mask
     if grad.shape[0] == 0:  # no segments
-        return grad.new_zeros(ctx.num_entries), None, None, None, None, None
-    counted = mask
+        return grad.new_zeros(ctx.num_entries), *[None] * 5
     if maxima:
         x, most = maxima[0], maxima[1][owner]
         counted = held = held & ((x == most) | (x.isnan() & most.isnan()))
@@ -343,12 +308,12 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, N
                 counted, segments, None, "sum", ctx.impl, ctx.max_seqlen
             )
         grad = (grad.double() / count.clamp(1)).to(grad.dtype)
-    return torch.where(held, grad[owner], 0.0), None, None, None, None, None
+    return torch.where(held, grad[owner], 0.0), *[None] * 5
 
 
 register_op(
     "segment_reduce(Tensor x, Tensor segments, Tensor? mask, str reduction, str impl, "
-    "SymInt? max_seqlen=None) -> Tensor",
+    "SymInt? max_seqlen) -> Tensor",
     _run,
     _fake,
     setup_context=_setup_context,

@@ -161,9 +161,8 @@ def moments_of(x: torch.Tensor, counts: torch.Tensor, impl: str) -> torch.Tensor
 
     ``counts`` are a mask, or int32 numbers. Arguments are checked.
     """
-    moments: torch.Tensor = torch.ops.trajpack.masked_moments(
-        x.contiguous(), counts.contiguous(), impl
-    )
+    rows = x.contiguous(), counts.contiguous()
+    moments: torch.Tensor = torch.ops.trajpack.masked_moments(*rows, impl)
     return moments
 
 
@@ -179,13 +178,13 @@ def whiten_by(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Whiten the entries that count by ``[5]`` moments, their own if ``None``.
 
-    Returns:
-        The whitened entries, and ``[5]`` moments of the entries if none were given.
+    Return the whitened entries, and ``[5]`` moments of the entries if none were given.
 
     Cost: one launch; with moments of their own another for more than 4,096 entries.
     """
+    rows = x.contiguous(), counts.contiguous(), given
     whitened: tuple[torch.Tensor, torch.Tensor] = torch.ops.trajpack.whiten(
-        x.contiguous(), counts.contiguous(), given, ddof, float(eps), center, impl
+        *rows, ddof, float(eps), center, impl
     )
     return whitened
 
@@ -256,22 +255,16 @@ def _run_moments(x: torch.Tensor, counts: torch.Tensor, impl: str) -> torch.Tens
     return moments_forward(x, counts)
 
 
-def _run_whiten(
-    x: torch.Tensor,
-    counts: torch.Tensor,
-    given: torch.Tensor | None,
-    ddof: int,
-    eps: float,
-    center: bool,
-    impl: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _run_whiten(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    x, counts, given, ddof, eps, center, impl = inputs
+    options = {"ddof": ddof, "eps": eps, "center": center}
     if impl == "torch":
         moments = masked_moments_reference(x, counts) if given is None else given
-        whitened = whiten_reference(x, counts, moments, ddof=ddof, eps=eps, center=center)
+        whitened = whiten_reference(x, counts, moments, **options)
     else:
         from trajpack.kernels.reduce.whiten_triton import whiten_forward
 
-        whitened, moments = whiten_forward(x, counts, given, ddof=ddof, eps=eps, center=center)
+        whitened, moments = whiten_forward(x, counts, given, **options)
     return whitened, moments if given is None else moments.new_empty(0)
 
 
@@ -281,7 +274,7 @@ def _fake_moments(x: torch.Tensor, *_: Any) -> torch.Tensor:
 
 def _fake_whiten(x: torch.Tensor, counts: Any, given: Any, *_: Any) -> tuple[Any, Any]:
     moments = _fake_moments(x) if given is None else x.new_empty(0, dtype=torch.float64)
-    return x.new_empty(x.shape, dtype=torch.float32), moments
+    return torch.empty_like(x, dtype=torch.float32), moments
 
 
 register_op(

@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from trajpack.kernels.block_shapes import DEFAULT, block_shape, launch_on
+from trajpack.kernels.block_shapes import block_shape, launch_on
 
-CHUNK = block_shape("whiten", DEFAULT).block
+CHUNK = block_shape("whiten").block
 """The same on every architecture: it decides the order of the sums, as PARTS does."""
 PARTS = 256
 MOMENTS = tl.constexpr(5)

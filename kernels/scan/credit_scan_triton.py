@@ -280,7 +280,7 @@ def observe(generated, increment, passed, weight, OBSERVATION: tl.constexpr):
 
 @triton.jit
 def steps_of_vtrace(inputs, outputs, entries, lanes, state, steps, FORM: tl.constexpr):
-    """Return increment and weight of the trace; what `write_results` takes; effect on ``state``.
+    """Return increment and weight of the trace; what results are made of; effect on ``state``.
 
     ``state`` is the value that follows the block, and ``steps`` what `read_entries` returns. The
     effect is decay and increment, and the factor in the trace, which is 0 if there are ``outputs``.
@@ -322,8 +322,8 @@ def scan_entries(inputs, outputs, entries, lanes, states, FORM: tl.constexpr):
     the second, and its factor in the first.
     """
     steps = read_entries(inputs, entries, FORM)
-    _at, generated, reward, value = steps
-    _position, _exists, is_last, _range_of_chunks, _own_last, gamma, lam = entries
+    at, generated, reward, value = steps
+    _position, exists, is_last, _range_of_chunks, _own_last, gamma, lam = entries
     place, rate = lanes
     nothing = tl.zeros_like(reward)
     traced = ()
@@ -342,40 +342,30 @@ def scan_entries(inputs, outputs, entries, lanes, states, FORM: tl.constexpr):
         increment, weight = observe(generated, own, passed, nothing + 1.0, FORM[1])
     states, decay, total = scan_block(weight, increment, rate, place, states[0], FORM)
     if len(outputs) > 0:
-        write_results(inputs, outputs, entries, steps, states, traced, FORM)
-    return (decay, total) + of_second
-
-
-@triton.jit
-def write_results(inputs, outputs, entries, steps, states, traced, FORM: tl.constexpr):
-    """Write the results of a block, from the state behind each entry."""
-    at, generated, reward, value = steps
-    _position, exists, is_last, _range_of_chunks, _own_last, gamma, lam = entries
-    written = exists
-    if inputs[0][3] is not None:
-        written = generated
-    if FORM[0] == ADJOINT:  # mirrored: a sequence's last token comes first
-        rate = gamma * lam + tl.zeros_like(reward)
-        if FORM[1] == CARRY:
-            rate = tl.where(generated, rate, 1.0)
-        elif FORM[1] == COMPACT:
-            rate = tl.where(generated, rate, tl.where(is_last, 1.0, 0.0))
-        elif FORM[1] != IGNORE and FORM[1] != RESET:
-            rate = tl.where(generated, rate, 0.0)
-        first = tl.where(generated, reward, 0.0) + rate * states
-    else:
-        if FORM[0] == VTRACE:
-            capped, surprise, target, trace = traced
-            first = capped * (surprise + states)
-            second = target + trace * states
+        if FORM[0] == ADJOINT:  # mirrored: a sequence's last token comes first
+            factor = gamma * lam + tl.zeros_like(reward)
+            if FORM[1] == CARRY:
+                factor = tl.where(generated, factor, 1.0)
+            elif FORM[1] == COMPACT:
+                factor = tl.where(generated, factor, tl.where(is_last, 1.0, 0.0))
+            elif FORM[1] != IGNORE and FORM[1] != RESET:
+                factor = tl.where(generated, factor, 0.0)
+            first = tl.where(generated, reward, 0.0) + factor * states
         else:
-            first = reward - value + states
-            second = reward + states
-        first = tl.where(generated, first, 0.0)
-    tl.store(outputs[0] + at, first.to(tl.float32), mask=written)
-    if len(outputs) > 1:
-        second = tl.where(generated, second, 0.0)
-        tl.store(outputs[1] + at, second.to(tl.float32), mask=written)
+            if FORM[0] == VTRACE:
+                capped, surprise, target, trace = traced
+                first = capped * (surprise + states)
+                second = target + trace * states
+            else:
+                first = reward - value + states
+                second = reward + states
+            first = tl.where(generated, first, 0.0)
+        written = generated if inputs[0][3] is not None else exists
+        tl.store(outputs[0] + at, first.to(tl.float32), mask=written)
+        if len(outputs) > 1:
+            second = tl.where(generated, second, 0.0)
+            tl.store(outputs[1] + at, second.to(tl.float32), mask=written)
+    return (decay, total) + of_second
 
 
 @triton.jit

@@ -321,7 +321,7 @@ def launches_of_spreads(cu_turns: torch.Tensor) -> Launches:
     truncated = torch.zeros(32, dtype=torch.bool, device=device)
     inputs = rows[:32].double(), truncated, words[:33], cu_turns, words[:32]
     for label, given in (("turns", None), ("given", rows), ("given, float64", rows.double())):
-        yield label, partial(scores_forward, *inputs, given, clip=1.0, masks=False)
+        yield label, partial(scores_forward, *inputs, given=given, clip=1.0, masks=False)
     for label, given in {
         "turns": (rows, None, None, None),
         "trajectories": (rows, None, index, None),

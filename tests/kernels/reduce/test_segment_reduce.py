@@ -348,7 +348,7 @@ def test_without_segments_the_gradient_is_zero(impl: Any) -> None:
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_the_operator_is_registered_right(impl: str, name: str) -> None:
     x = random_entries(5)
-    torch.library.opcheck(OP, (x.long(), CU, None, name, impl))
+    torch.library.opcheck(OP, (x.long(), CU, None, name, impl, None))
     torch.library.opcheck(OP, (x.requires_grad_(), SPANS, MASK, name, impl, 5))
 
 

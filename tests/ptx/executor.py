@@ -21,6 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 from tests.ptx.machine import Machine, Options
 from tests.ptx.memory import GlobalMemory, PtxError
@@ -77,7 +78,7 @@ class Executor:
         self.launched: list[str] = []
         """Names of the kernels that were launched."""
         self.is_running = True
-        """Whether launches do anything."""
+        """Whether launches are compiled and do anything."""
         self.rewrite: Callable[[str], str] = str
         """Changes the text of a kernel before it is run, to plant a fault."""
 
@@ -110,11 +111,15 @@ class Executor:
 
     # what a launch does
 
+    def note_launch(self, kernel: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Bind the arguments of a launch and do no more, so that nothing is compiled."""
+        *_, bind = kernel.device_caches[self.device]
+        bind(*given, **{name: one for name, one in named.items() if name not in ("grid", "warmup")})
+        self.launched.append(kernel.fn.__name__)
+
     def launch(self, source: Any, arguments: tuple[Any, ...]) -> None:
         *grid, _, compiled = arguments[:5]
         self.launched.append(source.fn.__name__)
-        if not self.is_running:
-            return
         program = program_of(self.rewrite(compiled.asm["ptx"]))
         given = list(_flat(source, arguments[9:]))
         values = [one.data_ptr() if hasattr(one, "data_ptr") else one for one in given]
@@ -180,7 +185,11 @@ def on_executor(
     """
     executor = Executor(arch, Options(**options), is_strict=strict)
     before, init = driver._active, triton.compiler.CompiledKernel._init_handles
-    real = block_shapes.architecture_of
+    real, run = block_shapes.architecture_of, JITFunction.run
+
+    def run_or_note(kernel: Any, *given: Any, **named: Any) -> Any:
+        running = executor.is_running
+        return run(kernel, *given, **named) if running else executor.note_launch(kernel, given, named)
 
     def init_handles(self: Any) -> None:
         _loading.append(self)
@@ -189,6 +198,7 @@ def on_executor(
         finally:
             _loading.pop()
 
+    JITFunction.run = run_or_note
     make_cubin, CUDABackend.make_cubin = CUDABackend.make_cubin, lambda *_: b""  # nobody runs it
     triton.compiler.CompiledKernel._init_handles = init_handles
     block_shapes.architecture_of = lambda _: f"sm_{arch}"
@@ -198,6 +208,7 @@ def on_executor(
         with filled_fresh_memory(fresh):
             yield executor
     finally:
+        JITFunction.run = run
         triton.compiler.CompiledKernel._init_handles = init
         CUDABackend.make_cubin = make_cubin
         block_shapes.architecture_of = real

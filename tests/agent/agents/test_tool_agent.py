@@ -159,7 +159,7 @@ def test_functions_that_hang_leave_the_threads_of_the_event_loop_alone() -> None
         said = await asyncio.gather(*(hangs.call({"a": 1}) for _ in range(40)))
         assert set(said) == {"error: no answer within 0.05 s"}
         try:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await asyncio.to_thread(lambda: None)  # what engines and checks use
                 return await tool(lambda a: "here").call({"a": 1})
         finally:

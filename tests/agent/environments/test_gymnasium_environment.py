@@ -202,7 +202,7 @@ def test_exceptions_that_an_event_loop_cannot_pass_on_are_failures(raised: BaseE
 
     async def play() -> None:
         agent = make(max_turns=5)
-        async with GymnasiumEnvironment(Raises, to_action=int) as env, asyncio.timeout(5):
+        async with GymnasiumEnvironment(Raises, to_action=int) as env, asyncio.timeout(60):
             with pytest.raises(EpisodeError, match=f"{type(raised).__name__} was raised"):
                 await collect_async(agent, env, ["1"], prompt=prompt(agent))
 

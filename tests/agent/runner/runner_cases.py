@@ -131,7 +131,7 @@ def serve(body: Callable[[Any], Awaitable[_T]], engine: Any = None) -> _T:
     """Return the result of ``body(engine)``, which must leave no episode and no task behind."""
 
     async def served() -> _T:
-        async with engine or EchoEngine() as entered, asyncio.timeout(10):
+        async with engine or EchoEngine() as entered, asyncio.timeout(60):
             result = await body(entered)
             assert entered.open == {}
             assert len(asyncio.all_tasks()) == 2  # the engine's and this
@@ -158,7 +158,7 @@ async def take(results: AsyncIterator[_T], count: int | None = None) -> list[_T]
     """Return the next ``count`` results, or all."""
     if count is None:
         return [result async for result in results]
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         return [await anext(results) for _ in range(count)]
 
 
@@ -170,6 +170,6 @@ def counted(asked: list[Prompt], taken: list[str]) -> Iterator[Prompt]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - what is waited for has no event
             await asyncio.sleep(0)

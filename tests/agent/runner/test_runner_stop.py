@@ -173,7 +173,7 @@ def test_a_draining_pause_waits_for_the_requests_in_flight() -> None:
         assert entered == [0, 1]
         engine.answers.release()
         assert (await rolling)[0].error is None
-        async with asyncio.timeout(1), run.paused(drain=True):
+        async with asyncio.timeout(60), run.paused(drain=True):
             pass
 
     serve(body, Slow())
@@ -184,7 +184,7 @@ def test_a_request_given_up_is_in_flight_no_more() -> None:
         run = runner(engine, TwoTurns(), policy=RolloutPolicy(episode_timeout_s=0.02))
         results = await take(run.run(prompts(2)))
         assert [result.error.cause for result in results if result.error] == ["timeout"] * 2
-        async with asyncio.timeout(1), run.paused(drain=True):
+        async with asyncio.timeout(60), run.paused(drain=True):
             pass
 
     serve(body, Slow())
@@ -298,7 +298,7 @@ def test_a_pause_makes_no_episode_late(limit: str, begins: str) -> None:
 
 def test_time_goes_on_after_a_pause_and_an_episode_may_end_in_one() -> None:
     async def body(engine: EchoEngine) -> None:
-        run = runner(engine, all_but_first(10), policy=RolloutPolicy(episode_timeout_s=0.05))
+        run = runner(engine, all_but_first(1000), policy=RolloutPolicy(episode_timeout_s=0.05))
         async with aclosing(run.run(prompts(2))) as results:
             assert (await anext(results)).error is None
             async with run.paused():
@@ -315,20 +315,21 @@ def test_a_failing_source_of_prompts_comes_through_as_it_is() -> None:
         await asyncio.sleep(0.01)
         raise OSError("disk")
 
-    agent = TwoTurns(before=lambda _: asyncio.sleep(10))
+    agent = TwoTurns(before=lambda _: asyncio.sleep(1000))
     with pytest.raises(OSError, match="disk"):
         roll(agent, broken())
     assert sorted(agent.cancelled) == ["q0@0", "q1@0"]
 
 
 def test_leaving_the_loop_early_cancels_and_closes_every_episode() -> None:
-    agent = all_but_first(10)
+    agent = all_but_first(1000)
 
     async def body(engine: EchoEngine) -> None:
         async for result in runner(engine, agent).run(prompts(5)):
             assert result.prompt.id == "q0"
             break
-        await asyncio.sleep(0.01)
+        await until(lambda: engine.open == {} and agent.active == 0)
+        await until(lambda: len(asyncio.all_tasks()) == 2)
 
     serve(body)
     assert agent.active == 0
@@ -354,10 +355,10 @@ def test_closing_the_generator_waits_for_the_episodes_to_end() -> None:
         """Take three cancellations."""
         for _ in range(3):
             with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.sleep(0 if prompt.id == "q0@0" else 10)
+                await asyncio.sleep(0 if prompt.id == "q0@0" else 1000)
 
     async def body(engine: EchoEngine) -> None:
-        for agent in (all_but_first(10), TwoTurns(before=hold_on)):
+        for agent in (all_but_first(1000), TwoTurns(before=hold_on)):
             async with aclosing(runner(engine, agent, concurrency=3).run(prompts(50))) as results:
                 await anext(results)
             assert engine.open == {}
@@ -369,7 +370,7 @@ def test_closing_the_generator_waits_for_the_episodes_to_end() -> None:
 
 @pytest.mark.parametrize("delay", [0.0, 0.005, 0.05])
 def test_cancelling_the_reader_cancels_and_closes_every_episode(delay: float) -> None:
-    agent = TwoTurns(before=lambda _: asyncio.sleep(10))
+    agent = TwoTurns(before=lambda _: asyncio.sleep(1000))
 
     async def body(engine: EchoEngine) -> None:
         task = asyncio.create_task(take(runner(engine, agent, concurrency=8).run(prompts(50))))
@@ -384,7 +385,7 @@ def test_cancelling_the_reader_cancels_and_closes_every_episode(delay: float) ->
 
 
 def test_a_reader_in_a_scope_of_its_own_leaves_nothing_behind() -> None:
-    agent = TwoTurns(before=lambda _: asyncio.sleep(10))
+    agent = TwoTurns(before=lambda _: asyncio.sleep(1000))
 
     async def body(engine: EchoEngine) -> None:
         with anyio.move_on_after(0.02):

@@ -120,7 +120,7 @@ def test_an_engine_that_was_entered_in_another_event_loop_is_an_error() -> None:
 
 def test_a_serving_task_that_has_ended_ends_the_run(said: Said) -> None:
     async def body() -> list[EpisodeResult]:
-        async with transformers_engine() as engine, asyncio.timeout(5):
+        async with transformers_engine() as engine, asyncio.timeout(60):
             engine._watching.cancel()  # type: ignore[union-attr]
             return await take(runner(engine, TwoTurns()).run(prompts(2)))
 

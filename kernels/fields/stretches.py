@@ -85,9 +85,9 @@ def copier(
     follows = (to[1:] == to[:-1] + count[:-1]) & (come[1:] == come[:-1] + count[:-1])
     heads = np.flatnonzero(np.append(np.ones(min(len(to), 1), np.bool_), ~follows))
     if num_rows < SHORT * len(heads):
-        offset = np.arange(num_rows) - np.repeat(begin, lengths)
-        index = offset + np.repeat(origin, lengths)
-        filled = offset >= np.repeat(size, lengths) if gap.any() else None
+        index, row = np.repeat(origin.astype(np.int64) - begin, lengths), np.arange(num_rows)
+        index += row
+        filled = row >= np.repeat(begin + size, lengths) if gap.any() else None
 
         def gathered(out: Array, source: Array, fill: Any) -> None:
             if out.dtype == source.dtype:

@@ -215,3 +215,10 @@ def test_without_padding_it_goes_to_files_and_adapters(tmp_path):
     static.unpadded().save(tmp_path / "batch")
     assert_batches_equal(PackedBatch.load(tmp_path / "batch"), plain)
     assert "policy version 0" in repr(batch)
+
+
+def test_prefix_breaks_of_a_padded_batch_are_not_counted():
+    _, trajectories = two_batches()
+    static = StaticBatch(capacity=40, max_turns=8, device="cpu")
+    assert filled(trajectories).pack_into(static, "merged").num_prefix_breaks is None
+    assert static.unpadded().num_prefix_breaks == pack(trajectories).num_prefix_breaks

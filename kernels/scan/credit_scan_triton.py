@@ -64,6 +64,8 @@ CARRY, CARRY_DROP, COMPACT, IGNORE, MULTIPLY, RESET = (
     tl.constexpr(number) for number in range(len(OBSERVATIONS))
 )
 """Observations, by their index in `OBSERVATIONS`."""
+SHARED = ("cu_seqlens", "bootstrap", "num_segments", "num_chunks", "gamma", "lam")
+"""Arguments of the kernels that a `Scan` has by the same name."""
 GAE, RETURNS, VTRACE, ADJOINT = (tl.constexpr(number) for number in range(len(KINDS)))
 """Kinds of scan, by their index in `KINDS`."""
 
@@ -746,13 +748,8 @@ def _arguments(scan: Scan) -> dict[str, Any]:
     estimator = 0 if scan.estimator is None else KL_ESTIMATORS.index(scan.estimator) + 1
     return {
         "source": (scan.rewards, scan.values, mask, chunks, kl, ratios),
-        "cu_seqlens": scan.cu_seqlens,
         "rates": (scan.gammas, scan.lams),
-        "bootstrap": scan.bootstrap,
-        "num_segments": scan.num_segments,
-        "num_chunks": scan.num_chunks,
-        "gamma": scan.gamma,
-        "lam": scan.lam,
+        **{name: getattr(scan, name) for name in SHARED},
         **Limits(*scan.limits)._asdict(),
         "FORM": (KINDS.index(scan.kind), OBSERVATIONS.index(observation), estimator),
         "SIZES": (BLOCK, ROW, LONGEST_WALK),

@@ -264,8 +264,7 @@ class TreeBatch(TreeNodes):
                 ``max_sequences`` (of trees) and ``token_id``. Its depths are 0 whatever
                 ``positions`` is.
             tensors: ``[entries, ...]`` each, of any dtype of at most 8 bytes: further inputs of the
-                loss, such as ``{"weights": batch.loss_weights("token_mean")}``. They become
-                ``entries.fields`` of the micro-batches, without gradients.
+                loss, such as weights. They become ``entries.fields``, without gradients.
             impl: See `trajpack.kernels`.
 
         Raises:
@@ -275,8 +274,8 @@ class TreeBatch(TreeNodes):
                 first is made.
             RuntimeError: While a CUDA graph is captured.
 
-        Cost: one copy for all micro-batches together, from pinned memory. For each, one launch for
-        its nodes, one for its entries, and eight or nine small operations. No synchronisation.
+        Cost: one copy for all micro-batches together, from pinned memory; for each two launches and
+            eight or nine small operations. No synchronisation.
         """
         return cut_chains(self, plan, alignment, tensors, impl)
 

@@ -122,13 +122,9 @@ def between(path: tuple[Span, ...], begin: int, end: int) -> tuple[Span, ...]:
 
 
 def stretches_of(depths: Depths, heads: int = 1) -> list[Stretch]:
-    """Return the stretches of trees with these depths: runs, the small ones joined.
+    """Return the stretches of trees: runs, joined where that is less work for so many heads.
 
-    Runs that follow each other become one stretch where that is less work.
-
-    Args:
-        depths: ``[nodes]``: depths of nodes that are numbered depth first.
-        heads: Heads of the queries.
+    ``depths`` are ``[nodes]``, of nodes that are numbered depth first.
 
     Cost: a pass over the nodes; for each run the spans of its path.
 

@@ -20,12 +20,7 @@ def block_mask(
 
     A block of queries visits a block of keys before it if one of the keys' subtrees ends behind the
     first query. It needs no test of pairs if all of them end behind the last query. Windows narrow
-    both by the least and greatest depths of the blocks.
-
-    Args:
-        tree_end: int32 ``[nodes]``: first node behind each subtree.
-        position_ids: ``[nodes]``: depths.
-        window: Depths that a query attends to, its own included; all if ``None``.
+    both by the least and greatest depths of the blocks. Arguments are as of `TreeAttention`.
 
     Cost: some operations over a number for each pair of blocks; no synchronisation.
     """

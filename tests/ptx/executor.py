@@ -189,7 +189,9 @@ def on_executor(
 
     def run_or_note(kernel: Any, *given: Any, **named: Any) -> Any:
         running = executor.is_running
-        return run(kernel, *given, **named) if running else executor.note_launch(kernel, given, named)
+        return (
+            run(kernel, *given, **named) if running else executor.note_launch(kernel, given, named)
+        )
 
     def init_handles(self: Any) -> None:
         _loading.append(self)

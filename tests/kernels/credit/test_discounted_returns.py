@@ -38,6 +38,10 @@ def impl(request: pytest.FixtureRequest) -> Iterator[str]:
         yield name
 
 
+WITHOUT_BLOCKS = pytest.mark.parametrize("impl", ["torch", "triton"], indirect=True)
+"""Of what is computed for each token: how segments are cut is the same for all."""
+
+
 def random_rewards(num: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).standard_normal(num)).to(dtype)
 
@@ -222,13 +226,15 @@ def without_values(batch: Batch) -> Batch:
     return batch._replace(values=batch.values * 0, bootstrap=zeros, lams=ones)
 
 
+@WITHOUT_BLOCKS
 @pytest.mark.parametrize("observation", OBSERVATIONS)
 def test_returns_of_tokens_equal_the_loop(observation: Any, impl: Any) -> None:
-    batch = batch_of(MASKS, dtype=torch.float64)
+    batch = batch_of(MASKS)
     exact = gae_of(without_values(batch), observation)[1]
     assert_rounds(discounted(batch, observation, impl), exact)
 
 
+@WITHOUT_BLOCKS
 @pytest.mark.parametrize(
     ("observation", "expected"),
     [
@@ -245,13 +251,14 @@ def test_the_numbers_can_be_found_by_hand(
 ) -> None:
     """Half of what comes later counts; the second and the last reward are on observations."""
     rewards = torch.tensor([1.0, 1.0, 4.0, 7.0])
-    mask = torch.tensor([True, False, True, False])
+    mask, discount = torch.tensor([True, False, True, False]), torch.tensor([0.5]).double()
     returns = discounted_returns(
-        rewards, boundaries([4]), 0.5, impl, loss_mask=mask, observation=observation
+        rewards, boundaries([4]), discount, impl, loss_mask=mask, observation=observation
     )
     assert returns.tolist() == expected
 
 
+@WITHOUT_BLOCKS
 @pytest.mark.parametrize("observation", OBSERVATIONS)
 def test_a_mask_of_all_tokens_is_no_mask(observation: Any, impl: Any) -> None:
     batch = batch_of(["g" * 20, "", "g", "ggg"])
@@ -263,10 +270,11 @@ def test_a_mask_of_all_tokens_is_no_mask(observation: Any, impl: Any) -> None:
     assert_rounds(without, exact)
 
 
+@WITHOUT_BLOCKS
 @pytest.mark.parametrize("observation", OBSERVATIONS)
 def test_the_gradient_of_tokens_is_the_transpose(observation: Any, impl: Any) -> None:
     masks = ["..gg..g.", "g", "", "...", "gg.g"]
-    batch = without_values(batch_of(masks, dtype=torch.float64))
+    batch = without_values(batch_of(masks))
     num = len(batch.rewards)
     columns = [
         gae_of(batch._replace(rewards=torch.eye(num, dtype=torch.float64)[at]), observation)[1]
@@ -276,5 +284,4 @@ def test_the_gradient_of_tokens_is_the_transpose(observation: Any, impl: Any) ->
     rewards = batch.rewards.requires_grad_()
     returns = discounted(batch._replace(rewards=rewards), observation, impl)
     (gradient,) = torch.autograd.grad(returns, rewards, given)
-    assert gradient.dtype == torch.float64
-    assert_rounds(gradient.float(), np.array(columns) @ given.double().numpy())
+    assert_rounds(gradient, np.array(columns) @ given.double().numpy())

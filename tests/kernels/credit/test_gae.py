@@ -29,6 +29,11 @@ from trajpack.testing import assert_same_bits, boundaries
 ORACLE = Path(__file__).parents[4] / "shared" / "oracles" / "credit.json.gz"
 OF_OTHERS = ("carry", "carry_drop", "compact", "multiply")
 """Choices in which no value of a token that was not generated counts."""
+DTYPES = pytest.mark.parametrize(
+    ("observation", "dtype"),
+    [*((observation, torch.float32) for observation in OBSERVATIONS), ("carry", torch.float64)],
+)
+"""Each choice, and each type: numbers are converted as they are loaded."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,8 +47,7 @@ def estimated(batch: Batch, observation: Any, impl: Any) -> tuple[torch.Tensor, 
     return gae(batch.rewards, batch.values, batch.cu_seqlens, **options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("observation", OBSERVATIONS)
+@DTYPES
 def test_it_equals_the_loop(observation: Any, dtype: torch.dtype, impl: Any) -> None:
     batch = batch_of(MASKS, dtype=dtype)
     for actual, exact in zip(
@@ -226,8 +230,7 @@ def jacobians_of_masks(observation: str, dtype: torch.dtype) -> tuple[np.ndarray
     return jacobians(batch_of(GRADIENT_MASKS, dtype=dtype), observation)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("observation", OBSERVATIONS)
+@DTYPES
 def test_the_gradient_is_the_transpose(observation: Any, dtype: torch.dtype, impl: Any) -> None:
     batch = batch_of(GRADIENT_MASKS, dtype=dtype)
     inputs = batch.values, batch.cu_seqlens

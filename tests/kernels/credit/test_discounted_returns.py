@@ -28,18 +28,18 @@ from trajpack.testing import assert_same_bits, boundaries, returns_by_loop
 LENGTHS = [3, 0, 1, 63, 64, 65, 0, 128, 129, 2, 1, 1, 1, 1, 1, 1, 1, 40]  # more than one program
 
 
-@pytest.fixture(scope="module", params=["torch", "triton", "triton, blocks"])
+@pytest.fixture(scope="module", params=["torch", "triton", "triton, rows"])
 def impl(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Name of an implementation; the last one cuts short segments into blocks too."""
-    name, *blocks = request.param.split(", ")
+    """Name of an implementation; the last one cuts segments into rows, the one before walks."""
+    name, *rows = request.param.split(", ")
     with small_blocks(), pytest.MonkeyPatch.context() as patch:
-        if blocks:
-            patch.setattr(credit_scan_triton, "LONGEST_WALK", 0)
+        if not rows:
+            patch.setattr(credit_scan_triton, "LONGEST_WALK", 1000)
         yield name
 
 
-WITHOUT_BLOCKS = pytest.mark.parametrize("impl", ["torch", "triton"], indirect=True)
-"""Of what is computed for each token: how segments are cut is the same for all."""
+ONE_CUT = pytest.mark.parametrize("impl", ["torch", "triton, rows"], indirect=True)
+"""Of what is computed for each token: segments are cut in the same way for all of it."""
 
 
 def random_rewards(num: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -226,7 +226,7 @@ def without_values(batch: Batch) -> Batch:
     return batch._replace(values=batch.values * 0, bootstrap=zeros, lams=ones)
 
 
-@WITHOUT_BLOCKS
+@ONE_CUT
 @pytest.mark.parametrize("observation", OBSERVATIONS)
 def test_returns_of_tokens_equal_the_loop(observation: Any, impl: Any) -> None:
     batch = batch_of(MASKS)
@@ -234,7 +234,7 @@ def test_returns_of_tokens_equal_the_loop(observation: Any, impl: Any) -> None:
     assert_rounds(discounted(batch, observation, impl), exact)
 
 
-@WITHOUT_BLOCKS
+@ONE_CUT
 @pytest.mark.parametrize(
     ("observation", "expected"),
     [
@@ -258,7 +258,7 @@ def test_the_numbers_can_be_found_by_hand(
     assert returns.tolist() == expected
 
 
-@WITHOUT_BLOCKS
+@ONE_CUT
 @pytest.mark.parametrize("observation", OBSERVATIONS)
 def test_a_mask_of_all_tokens_is_no_mask(observation: Any, impl: Any) -> None:
     batch = batch_of(["g" * 20, "", "g", "ggg"])
@@ -270,7 +270,7 @@ def test_a_mask_of_all_tokens_is_no_mask(observation: Any, impl: Any) -> None:
     assert_rounds(without, exact)
 
 
-@WITHOUT_BLOCKS
+@ONE_CUT
 @pytest.mark.parametrize("observation", OBSERVATIONS)
 def test_the_gradient_of_tokens_is_the_transpose(observation: Any, impl: Any) -> None:
     masks = ["..gg..g.", "g", "", "...", "gg.g"]

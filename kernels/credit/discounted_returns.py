@@ -35,7 +35,7 @@ def discounted_returns(
         impl: As of `trajpack.kernels.gae`.
         loss_mask: ``[entries]`` bool: False for tokens that were not generated. Without it all
             were, or the entries are turns.
-        observation: As of `trajpack.kernels.gae`; unused without ``loss_mask``.
+        observation: As of `trajpack.kernels.gae`.
         max_seqlen: As of `trajpack.kernels.gae`.
 
     Returns:

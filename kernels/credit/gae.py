@@ -46,7 +46,8 @@ def gae(  # noqa: PLR0913 - a convention is an argument
         loss_mask: ``[tokens]`` bool, True where generated; without it all were.
         observation: Convention for tokens that were not generated:
 
-            - ``"carry"``: skipped; its reward goes to the last generated token before it.
+            - ``"carry"``: skipped; its reward goes to the last generated token before it, and is
+              lost if there is none.
             - ``"carry_drop"``: skipped, and its reward is lost (verl, NeMo-RL, AReaL).
             - ``"compact"``: skipped; only a reward on a sequence's last token counts (miles).
             - ``"ignore"``: a step like a generated one (slime, SkyRL, ROLL, TRL's PPO).
@@ -158,16 +159,14 @@ def turn_gae(  # noqa: PLR0913 - a convention is an argument
         gamma: Discount from one turn to the next: one, or ``[sequences]``.
         lam: λ of GAE: one, or ``[sequences]``.
         bootstrap: ``[sequences]``: value of the state behind the last turn.
-        impl: See `trajpack.kernels.gae`.
-        max_seqlen: See `trajpack.kernels.gae`.
+        impl: As of `trajpack.kernels.gae`.
+        max_seqlen: As of `trajpack.kernels.gae`.
 
     Returns:
         Advantages and returns, float32 ``[tokens]``, 0 where ``turn_ids`` is -1. Differentiable
         with respect to ``rewards``.
 
-    Raises:
-        TypeError: As `trajpack.kernels.gae`.
-        ValueError: As `trajpack.kernels.gae`.
+    Errors are those of `trajpack.kernels.gae`.
 
     Cost: that of `trajpack.kernels.gae`, and about fifteen small launches that find the turns.
 

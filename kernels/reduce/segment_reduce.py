@@ -202,12 +202,11 @@ def segment_reduce_torch(
         return segment_reduce_reference(x, segments, mask, reduction)
     begin, end = (side.numpy() for side in _sides(segments))
     entries = x.detach().numpy()
-    reduce, initial, dtype = np.add, 0.0, np.dtype(np.int64)
+    reduce: np.ufunc = np.maximum if reduction == "max" else np.add
+    initial, dtype = 0.0, np.dtype(np.float64 if x.is_floating_point() else np.int64)
     if reduction == "max":
-        reduce, dtype = np.maximum, entries.dtype
+        dtype = entries.dtype
         initial = float("-inf") if x.is_floating_point() else torch.iinfo(x.dtype).min
-    elif x.is_floating_point():
-        dtype = np.dtype(np.float64)
     values = np.full(entries.size + 1, initial, dtype)  # an index of reduceat may be the end
     np.copyto(values[:-1], entries, where=True if mask is None else mask.numpy())
     result = np.full(begin.size, initial, dtype)

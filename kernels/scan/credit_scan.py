@@ -22,8 +22,6 @@ from trajpack.kernels.validation import check_boundaries, check_segments_within,
 
 ROW = 64
 """Entries of a row on the host. Rows are cut from a segment's end: ROW fixes the order of sums."""
-ENTRIES_AT_ONCE = 2**16
-"""Entries that the host walks together, so that they stay in the cache."""
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -117,7 +115,7 @@ def scan_tokens(
     gamma, gammas = split_rate(op, gamma_name, scan.gamma, scan.cu_seqlens)
     lam, lams = split_rate(op, "lam", scan.lam, scan.cu_seqlens)
     scan = scan._replace(gamma=gamma, gammas=gammas, lam=lam, lams=lams)
-    rows = (one.contiguous() if isinstance(one, torch.Tensor) else one for one in scan)
+    rows: list[Any] = [one.contiguous() if isinstance(one, torch.Tensor) else one for one in scan]
     assert scan.rewards is not None
     return credit_scan(Scan(*rows), op, resolve_impl(op, impl, scan.rewards))
 
@@ -151,7 +149,7 @@ def credit_scan_reference(scan: Scan) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = _tokens(scan) if scan.spans is None else _tokens_of_chunks(scan)
     rewards, generated, start = tokens.rewards, tokens.generated, _start(scan)
     gamma, lam = (
-        torch.full_like(rewards, rate) if rates is None else tokens.entries.expand(rates)
+        torch.full_like(rewards, float(rate)) if rates is None else tokens.entries.expand(rates)
         for rate, rates in ((scan.gamma, scan.gammas), (scan.lam, scan.lams))
     )
     if scan.kind == "adjoint":
@@ -342,31 +340,22 @@ def _states_behind(decay: Floats, increment: Floats, start: Floats, bounds: Ints
     rows_behind = np.cumsum(num_rows)[segment] - np.arange(1, segment.size + 1)
     begin, top = bounds[segment], bounds[segment + 1] - rows_behind * width
     state, overflows = start[segment], bool(np.isinf(decay).any())
-    at_once = max(ENTRIES_AT_ONCE // width, 1)
-    chunks = [slice(first, first + at_once) for first in range(0, segment.size, at_once)]
-    lane = np.arange(1, width + 1)[:, None]
-    blocks = []  # place, decay and increment of the entries of some rows: [width, rows] each
-    for rows in chunks:
-        place = top[rows] - lane
-        np.copyto(place, entries, where=place < begin[rows])
-        blocks.append((place, decay.take(place, mode="clip"), increment.take(place, mode="clip")))
+    place = top - np.arange(1, width + 1)[:, None]  # of the entries of rows: [width, rows]
+    np.copyto(place, entries, where=place < begin)
+    decays, increments = decay.take(place, mode="clip"), increment.take(place, mode="clip")
     if num_rows.max() > 1:
-        row_decay, row_increment = np.ones(segment.size), np.zeros(segment.size)
-        for rows, (_, decays, increments) in zip(chunks, blocks, strict=True):
-            total = row_increment[rows]
-            for step_decay, step_increment in zip(decays, increments, strict=True):
-                _advance(total, step_decay, step_increment, total, overflows)
-                row_decay[rows] *= step_decay
+        total = np.zeros(segment.size)
+        for step_decay, step_increment in zip(decays, increments, strict=True):
+            _advance(total, step_decay, step_increment, total, overflows)
         cu_rows = np.append(0, np.cumsum(num_rows))
-        state = _states_behind(row_decay, row_increment, start, cu_rows)
+        state = _states_behind(np.multiply.reduce(decays), total, start, cu_rows)
+    walked = np.empty(decays.shape)
+    walked[0] = state
+    steps = zip(walked, decays, increments, walked[1:], strict=False)
+    for current, step_decay, step_increment, before in steps:
+        _advance(current, step_decay, step_increment, before, overflows)
     states = np.empty(entries + 1)  # the last takes the lanes before a segment's first entry
-    for rows, (place, decays, increments) in zip(chunks, blocks, strict=True):
-        walked = np.empty(decays.shape)
-        walked[0] = state[rows]
-        steps = zip(walked, decays, increments, walked[1:], strict=False)
-        for current, step_decay, step_increment, before in steps:
-            _advance(current, step_decay, step_increment, before, overflows)
-        states[place] = walked
+    states[place] = walked
     return states[:-1]
 
 
@@ -414,7 +403,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     scan = Scan(*fields)
     ctx.save_for_backward(scan.cu_seqlens, scan.loss_mask, scan.gammas, scan.lams)
     ctx.dtype = None if scan.rewards is None else scan.rewards.dtype
-    ctx.rest = Scan(*(None if isinstance(one, torch.Tensor) else one for one in scan))
+    rest: list[Any] = [None if isinstance(one, torch.Tensor) else one for one in scan]
+    ctx.rest = Scan(*rest)
 
 
 def _backward(ctx: Any, of_first: torch.Tensor, of_second: torch.Tensor) -> tuple[Any, ...]:

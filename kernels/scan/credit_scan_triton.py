@@ -5,7 +5,7 @@
 A block is ``BLOCK`` entries of one warp, ``EACH`` neighbours to a lane, at reversed addresses, so
 that the scan runs forward. A lane composes its entries, the lanes are composed in rounds of
 doubling reach, and the state behind the block enters every lane. Short segments lie side by side
-in a block, each in as many lanes as the longest of them needs. A round joins two lanes only within
+in a block, each in as many lanes as hold its entries. A round joins two lanes only within
 a segment, so a segment's bits are those of a block of its own.
 
 States, decays and increments are float64; results are rounded once, to float32.
@@ -13,8 +13,7 @@ States, decays and increments are float64; results are rounded once, to float32.
 One launch scans segments of up to ``LONGEST_WALK`` entries, block after block. Where longer ones
 may be, a launch before it finds the effect on the state of each of their rows of ``ROW`` entries;
 then a program for each row folds the effects of the rows behind it, in an order that depends on the
-segment alone.
-There are no atomic operations.
+segment alone. There are no atomic operations.
 
 Positions count the scanned tokens, segment after segment. Without chunks a position is the
 token's own index; with chunks it is looked up among the chunks' first positions.
@@ -65,6 +64,8 @@ CARRY, CARRY_DROP, COMPACT, IGNORE, MULTIPLY, RESET = (
     tl.constexpr(number) for number in range(len(OBSERVATIONS))
 )
 """Observations, by their index in `OBSERVATIONS`."""
+SHARED = ("cu_seqlens", "bootstrap", "num_segments", "num_chunks", "gamma", "lam")
+"""Arguments of the kernels that a `Scan` has by the same name."""
 GAE, RETURNS, VTRACE, ADJOINT = (tl.constexpr(number) for number in range(len(KINDS)))
 """Kinds of scan, by their index in `KINDS`."""
 
@@ -353,7 +354,7 @@ def scan_entries(inputs, outputs, entries, lanes, states, FORM: tl.constexpr):
             first = tl.where(generated, reward, 0.0) + factor * states
         else:
             if FORM[0] == VTRACE:
-                capped, surprise, target, trace = traced
+                capped, surprise, target, trace = traced  # type: ignore[misc]
                 first = capped * (surprise + states)
                 second = target + trace * states
             else:
@@ -747,13 +748,8 @@ def _arguments(scan: Scan) -> dict[str, Any]:
     estimator = 0 if scan.estimator is None else KL_ESTIMATORS.index(scan.estimator) + 1
     return {
         "source": (scan.rewards, scan.values, mask, chunks, kl, ratios),
-        "cu_seqlens": scan.cu_seqlens,
         "rates": (scan.gammas, scan.lams),
-        "bootstrap": scan.bootstrap,
-        "num_segments": scan.num_segments,
-        "num_chunks": scan.num_chunks,
-        "gamma": scan.gamma,
-        "lam": scan.lam,
+        **{name: getattr(scan, name) for name in SHARED},
         **Limits(*scan.limits)._asdict(),
         "FORM": (KINDS.index(scan.kind), OBSERVATIONS.index(observation), estimator),
         "SIZES": (BLOCK, ROW, LONGEST_WALK),

@@ -11,20 +11,8 @@ from __future__ import annotations
 from typing import Literal, TypeAlias, get_args
 
 Observation: TypeAlias = Literal["carry", "carry_drop", "compact", "ignore", "multiply", "reset"]
-"""Conventions for tokens that were not generated:
-
-- ``"carry"``: the next value and the running advantage pass through unchanged. Their reward
-  belongs to the last generated token before them; it is lost if there is none.
-- ``"carry_drop"``: the same, but their reward is lost (verl, NeMo-RL, AReaL).
-- ``"compact"``: they are removed before the scan. Only a reward on the sequence's last token
-  counts, for the last generated token (miles).
-- ``"ignore"``: they are treated like generated tokens (slime, SkyRL, ROLL, TRL's PPO).
-- ``"multiply"``: their reward and value are 0, but they discount (OpenRLHF).
-- ``"reset"``: they end the credit of later tokens; the token before them takes on their reward
-  less their value (open-instruct).
-
-Outputs are 0 on these tokens in every convention.
-"""
+"""Conventions for tokens that were not generated; `trajpack.kernels.gae` explains each. Outputs are
+0 on these tokens in every convention."""
 
 OBSERVATIONS: tuple[str, ...] = get_args(Observation)
 

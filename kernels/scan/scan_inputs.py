@@ -122,9 +122,9 @@ class Scan(NamedTuple):
 
 def check_scan_inputs(op: str, scan: Scan) -> None:
     """Raise unless the arguments of an estimator agree; no tensor's values are read."""
-    rewards, cu_seqlens = scan.rewards, scan.cu_seqlens
+    rewards: Any = scan.rewards
+    cu_seqlens = scan.cu_seqlens
     check_tensor(op, "rewards", rewards, dtypes=FLOATS)
-    assert rewards is not None
     each: dict[str, Any] = {"device": rewards.device, "entries": rewards.shape[0]}
     check_cu_seqlens(op, cu_seqlens, device=rewards.device)
     if rewards.shape[0] and cu_seqlens.shape[0] == 1:

@@ -129,7 +129,7 @@ class GAE(TokenEstimator):
         gamma: Discount from one token to the next.
         lam: λ.
         observation: Convention for tokens that were not generated, see
-            `trajpack.kernels.scan.observations.Observation`.
+            `trajpack.kernels.gae`.
 
     Reference:
         `trajpack.kernels.gae`.

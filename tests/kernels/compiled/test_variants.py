@@ -16,9 +16,15 @@ from trajpack import kernels
 
 PARTS = {"gae, gradient": 2, "discounted_returns, gradient": 2, "split and merge": 2}
 PARTS |= {"whiten": 2, "whiten, large": 2, "GiGPO, group_advantages_kernel": 2}
+PARTS |= {
+    f"{operator}, segment_reduce_kernel": 2
+    for operator in (
+        "segment_sum", "segment_mean, masked", "segment_max, bounded", "segment_sum, large"
+    )
+}  # fmt: skip
 """Operators that launch a kernel for two things: a scan and its gradient, a micro-batch and
 the batch that is merged, whitening by moments of one chunk and of several, groups of trajectories
-and of turns. All others launch it for one."""
+and of turns, whole segments and parts of chunks. All others launch it for one."""
 LONGEST = 4096
 """Most entries of a scan by one launch; above it the kernel is another variant."""
 SHARED = {"moments_kernel"}

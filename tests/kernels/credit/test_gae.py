@@ -95,10 +95,14 @@ def test_it_equals_other_systems(observation: Any, impl: Any) -> None:
             continue
         rewards, values = (torch.tensor(case[name]) for name in ("rewards", "values"))
         mask = torch.tensor(case["loss_mask"]).bool()
-        rates = {name: case[name] for name in ("gamma", "lam")}
+        count = len(cu_seqlens) - 1
+        rates = {
+            name: torch.full((count,), case[name], dtype=torch.float64) for name in ("gamma", "lam")
+        }
         actual = gae(
-            rewards, values, cu_seqlens, **rates, loss_mask=mask, observation=observation, impl=impl
-        )
+            rewards, values, cu_seqlens, **rates, loss_mask=mask, bootstrap=torch.zeros(count),
+            observation=observation, impl=impl,
+        )  # fmt: skip
         expected = case["expected"][observation.removesuffix("_drop")]
         for rows, name in zip(actual, ("advantages", "returns"), strict=True):
             other = torch.where(mask, torch.tensor(expected[name]), 0.0)

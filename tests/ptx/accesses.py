@@ -16,7 +16,7 @@ from tests.ptx.arithmetic import DTYPES
 from tests.ptx.memory import SENTINEL, Accessors, History, PtxError
 from tests.ptx.origins import NONE, Origins
 from tests.ptx.parse import Instruction, address_of, inside
-from tests.ptx.traffic import SECTOR, count_passes, count_sectors
+from tests.ptx.traffic import SECTOR, count_passes, count_sectors, distinct
 
 if TYPE_CHECKING:
     from tests.ptx.program import Program
@@ -98,7 +98,7 @@ class Access:
         words = m.views(self.space)[self.width].view(DTYPES[kind])
         index = place // self.width
         old = words[index]
-        if len(np.unique(index)) == len(index):
+        if len(distinct(np.sort(index))) == len(index):
             words[index] = function(old, slice(None))
             return old
         for entry in range(len(index)):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tests.ptx.parse import Instruction
+from tests.ptx.traffic import distinct
 
 if TYPE_CHECKING:
     from tests.ptx.program import Program
@@ -52,10 +53,10 @@ def _barrier(one: Instruction) -> Step:
     if one.words[1:3] == ["warp", "sync"]:
         if int(one.operands[0], 0) not in (EVERYONE, -1):
             raise NotImplementedError(str(one))
-        return lambda m, s: m.clock.warp_barrier(np.unique(s.numbers >> 5))
+        return lambda m, s: m.clock.warp_barrier(distinct(s.numbers >> 5))
     if one.words[1] != "sync" or len(one.operands) > 1:
         raise NotImplementedError(str(one))
-    return lambda m, s: m.clock.barrier(np.unique(s.numbers // m.threads))
+    return lambda m, s: m.clock.barrier(distinct(s.numbers // m.threads))
 
 
 def _active(s: Any) -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 
 from tests.ptx.origins import ANYWHERE, NONE, Origins
 from tests.ptx.publications import Publications
-from tests.ptx.traffic import SECTOR
+from tests.ptx.traffic import SECTOR, distinct
 
 SENTINEL = np.uint32(0x7FF8A5A5)
 """Content of memory that nobody has written: NaN as float32, and twice of it as float64."""
@@ -259,7 +259,9 @@ class GlobalMemory:
     def unwritten(self, place: Any, words: list[Any], width: int) -> int:
         """Count the loaded words that hold what fresh memory holds; of short ones all 4 bytes."""
         if width < 4:
-            words = [self.views[4][np.unique((place + width * i) >> 2)] for i in range(len(words))]
+            words = [
+                self.views[4][distinct(np.sort(place + width * i >> 2))] for i in range(len(words))
+            ]
         pattern = np.uint64(int(SENTINEL) << 32 | int(SENTINEL)) if width == 8 else SENTINEL
         return sum(int((word == pattern).sum()) for word in words)
 

@@ -16,14 +16,22 @@ CLUSTER_FILES = {
 LONGEST = (
     "tests/kernels/compiled/test_compiled.py",
     ON_THE_CLUSTER,
+    "tests/ptx/test_versions.py",
+    "tests/ptx/test_counts.py",
+    "tests/kernels/scan/test_credit_scan_triton.py",
+    "tests/repository/test_distribution.py",
+    "tests/kernels/scan/test_scan_chunks.py",
+    "tests/kernels/credit/test_vtrace.py",
+    "tests/repository/test_optional_packages.py",
+    "tests/repository/test_hardware.py",
     "tests/commands/test_cli.py",
-    "tests/kernels/compiled/test_compiled_scans.py",
-    "tests/agent/chaos/test_chaos.py",
     "tests/agent/training/test_grpo.py",
     "tests/packing/isolation/test_families.py",
-    "tests/repository/test_examples.py",
 )
-"""Files that take longest begin first, so that no worker ends long after the others."""
+"""Files that take longest begin first, so that no worker ends long after the others.
+
+What `test_compiled.py` compiles, and what `test_counts.py` does, other files find in a cache later.
+"""
 
 
 def scope_of(nodeid: str) -> str:

@@ -28,14 +28,18 @@ from trajpack.testing import assert_same_bits, boundaries, returns_by_loop
 LENGTHS = [3, 0, 1, 63, 64, 65, 0, 128, 129, 2, 1, 1, 1, 1, 1, 1, 1, 40]  # more than one program
 
 
-@pytest.fixture(scope="module", params=["torch", "triton", "triton, blocks"])
+@pytest.fixture(scope="module", params=["torch", "triton", "triton, rows"])
 def impl(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Name of an implementation; the last one cuts short segments into blocks too."""
-    name, *blocks = request.param.split(", ")
+    """Name of an implementation; the last one cuts segments into rows, the one before walks."""
+    name, *rows = request.param.split(", ")
     with small_blocks(), pytest.MonkeyPatch.context() as patch:
-        if blocks:
-            patch.setattr(credit_scan_triton, "LONGEST_WALK", 0)
+        if not rows:
+            patch.setattr(credit_scan_triton, "LONGEST_WALK", 1000)
         yield name
+
+
+ONE_CUT = pytest.mark.parametrize("impl", ["torch", "triton, rows"], indirect=True)
+"""Of what is computed for each token: segments are cut in the same way for all of it."""
 
 
 def random_rewards(num: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -222,13 +226,15 @@ def without_values(batch: Batch) -> Batch:
     return batch._replace(values=batch.values * 0, bootstrap=zeros, lams=ones)
 
 
+@ONE_CUT
 @pytest.mark.parametrize("observation", OBSERVATIONS)
 def test_returns_of_tokens_equal_the_loop(observation: Any, impl: Any) -> None:
-    batch = batch_of(MASKS, dtype=torch.float64)
+    batch = batch_of(MASKS)
     exact = gae_of(without_values(batch), observation)[1]
     assert_rounds(discounted(batch, observation, impl), exact)
 
 
+@ONE_CUT
 @pytest.mark.parametrize(
     ("observation", "expected"),
     [
@@ -245,13 +251,14 @@ def test_the_numbers_can_be_found_by_hand(
 ) -> None:
     """Half of what comes later counts; the second and the last reward are on observations."""
     rewards = torch.tensor([1.0, 1.0, 4.0, 7.0])
-    mask = torch.tensor([True, False, True, False])
+    mask, discount = torch.tensor([True, False, True, False]), torch.tensor([0.5]).double()
     returns = discounted_returns(
-        rewards, boundaries([4]), 0.5, impl, loss_mask=mask, observation=observation
+        rewards, boundaries([4]), discount, impl, loss_mask=mask, observation=observation
     )
     assert returns.tolist() == expected
 
 
+@ONE_CUT
 @pytest.mark.parametrize("observation", OBSERVATIONS)
 def test_a_mask_of_all_tokens_is_no_mask(observation: Any, impl: Any) -> None:
     batch = batch_of(["g" * 20, "", "g", "ggg"])
@@ -263,10 +270,11 @@ def test_a_mask_of_all_tokens_is_no_mask(observation: Any, impl: Any) -> None:
     assert_rounds(without, exact)
 
 
+@ONE_CUT
 @pytest.mark.parametrize("observation", OBSERVATIONS)
 def test_the_gradient_of_tokens_is_the_transpose(observation: Any, impl: Any) -> None:
     masks = ["..gg..g.", "g", "", "...", "gg.g"]
-    batch = without_values(batch_of(masks, dtype=torch.float64))
+    batch = without_values(batch_of(masks))
     num = len(batch.rewards)
     columns = [
         gae_of(batch._replace(rewards=torch.eye(num, dtype=torch.float64)[at]), observation)[1]
@@ -276,5 +284,4 @@ def test_the_gradient_of_tokens_is_the_transpose(observation: Any, impl: Any) ->
     rewards = batch.rewards.requires_grad_()
     returns = discounted(batch._replace(rewards=rewards), observation, impl)
     (gradient,) = torch.autograd.grad(returns, rewards, given)
-    assert gradient.dtype == torch.float64
-    assert_rounds(gradient.float(), np.array(columns) @ given.double().numpy())
+    assert_rounds(gradient, np.array(columns) @ given.double().numpy())

@@ -29,6 +29,11 @@ from trajpack.testing import assert_same_bits, boundaries
 ORACLE = Path(__file__).parents[4] / "shared" / "oracles" / "credit.json.gz"
 OF_OTHERS = ("carry", "carry_drop", "compact", "multiply")
 """Choices in which no value of a token that was not generated counts."""
+DTYPES = pytest.mark.parametrize(
+    ("observation", "dtype"),
+    [*((observation, torch.float32) for observation in OBSERVATIONS), ("carry", torch.float64)],
+)
+"""Each choice, and each type: numbers are converted as they are loaded."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,8 +47,7 @@ def estimated(batch: Batch, observation: Any, impl: Any) -> tuple[torch.Tensor, 
     return gae(batch.rewards, batch.values, batch.cu_seqlens, **options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("observation", OBSERVATIONS)
+@DTYPES
 def test_it_equals_the_loop(observation: Any, dtype: torch.dtype, impl: Any) -> None:
     batch = batch_of(MASKS, dtype=dtype)
     for actual, exact in zip(
@@ -91,10 +95,14 @@ def test_it_equals_other_systems(observation: Any, impl: Any) -> None:
             continue
         rewards, values = (torch.tensor(case[name]) for name in ("rewards", "values"))
         mask = torch.tensor(case["loss_mask"]).bool()
-        rates = {name: case[name] for name in ("gamma", "lam")}
+        count = len(cu_seqlens) - 1
+        rates = {
+            name: torch.full((count,), case[name], dtype=torch.float64) for name in ("gamma", "lam")
+        }
         actual = gae(
-            rewards, values, cu_seqlens, **rates, loss_mask=mask, observation=observation, impl=impl
-        )
+            rewards, values, cu_seqlens, **rates, loss_mask=mask, bootstrap=torch.zeros(count),
+            observation=observation, impl=impl,
+        )  # fmt: skip
         expected = case["expected"][observation.removesuffix("_drop")]
         for rows, name in zip(actual, ("advantages", "returns"), strict=True):
             other = torch.where(mask, torch.tensor(expected[name]), 0.0)
@@ -226,8 +234,7 @@ def jacobians_of_masks(observation: str, dtype: torch.dtype) -> tuple[np.ndarray
     return jacobians(batch_of(GRADIENT_MASKS, dtype=dtype), observation)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("observation", OBSERVATIONS)
+@DTYPES
 def test_the_gradient_is_the_transpose(observation: Any, dtype: torch.dtype, impl: Any) -> None:
     batch = batch_of(GRADIENT_MASKS, dtype=dtype)
     inputs = batch.values, batch.cu_seqlens

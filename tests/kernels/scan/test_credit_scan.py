@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import TypeAlias
 
@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.credit.token_loops import batch_of
+from tests.kernels.credit.token_loops import batch_of, small_blocks
 from trajpack.kernels.scan.credit_scan import (
     ROW,
     EntryIndex,
     exclusive_scan_on_host,
     exclusive_scan_reference,
 )
-from trajpack.kernels.scan.scan_inputs import Limits, Scan
+from trajpack.kernels.scan.scan_inputs import KINDS, Limits, Scan
 from trajpack.testing import assert_same_bits, boundaries
 
 OP = torch.ops.trajpack.credit_scan.default
@@ -138,8 +138,21 @@ def test_entries_behind_the_last_segment_belong_to_it() -> None:
     assert EntryIndex(boundaries([1, 2]), 5).segment.tolist() == [0, 1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("kind", ["gae", "returns", "vtrace", "adjoint"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.fixture
+def _small_blocks() -> Iterator[None]:
+    with small_blocks():
+        yield
+
+
+@pytest.mark.usefixtures("_small_blocks")
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *((kind, torch.float32) for kind in KINDS),
+        ("gae", torch.float64),
+        ("returns", torch.float64),
+    ],
+)
 def test_the_operator_is_registered_right(kind: str, dtype: torch.dtype, impl: str) -> None:
     batch = batch_of(["gg.g", "", "g"], dtype=dtype)
     leaves = [batch.rewards]
@@ -150,7 +163,7 @@ def test_the_operator_is_registered_right(kind: str, dtype: torch.dtype, impl: s
         kind=kind,
     )  # fmt: skip
     if kind in ("gae", "vtrace"):
-        scan = scan._replace(values=batch.values, bootstrap=batch.bootstrap)
+        scan = scan._replace(values=batch.values, lams=batch.lams, bootstrap=batch.bootstrap)
     if kind == "vtrace":
         limits = [*Limits(rho_clip=0.875, c_clip=0.75, advantage_rho_clip=1.25)]
         weights = {"logprobs": batch.logprobs, "rollout_logprobs": batch.rollout_logprobs}

@@ -20,16 +20,15 @@ from trajpack.kernels.scan.credit_scan_triton import LONGEST_WALK, credit_scan_f
 from trajpack.kernels.scan.scan_inputs import KINDS, Limits, Scan
 from trajpack.testing import assert_same_bits, boundaries
 
-SMALL = 8
-EDGES = [7, 8, 9, 0, 15, 16, 17, 1, 0, 25, 2, 31, 32, 33, 48, 65]
-"""Lengths around the edges of small blocks; their ends fall anywhere in a window."""
-SHORT = [5, 0, 1, 12, 3, 0, 0, 32, 4, 33, 2, 2, 9, 31, 1, 0]
-"""Lengths of which several fit in a block of 32, and around its edge."""
+EDGES = [15, 16, 17, 0, 31, 32, 33, 1, 0, 47, 2, 65]
+"""Lengths around the edges of blocks and of rows; their ends fall anywhere in a window."""
+SHORT = [5, 0, 1, 12, 3, 0, 0, 63, 4, 65, 2, 2, 9, 31, 1, 0]
+"""Lengths of which several fit in a block of 64, and around its edge."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _small_blocks() -> Iterator[None]:
-    with small_blocks(SMALL):
+    with small_blocks():
         yield
 
 
@@ -50,6 +49,8 @@ def scan_of(batch: Batch, kind: str, observation: str, slack: int = 0) -> Scan:
         limits = Limits(rho_clip=0.875, c_clip=0.75)
         weights = {"logprobs": batch.logprobs, "rollout_logprobs": batch.rollout_logprobs}
         return scan._replace(limits=limits, **weights)
+    if kind == "returns":
+        scan = scan._replace(lams=None)
     return scan._replace(values=None, bootstrap=None) if kind in ("returns", "adjoint") else scan
 
 
@@ -89,7 +90,7 @@ def test_a_segment_has_the_bits_that_it_has_alone(kind: str, observation: str) -
     assert_bits_of_segments_alone(scan_of(batch_of(random_masks(EDGES)), kind, observation))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["gae", "returns"])
 def test_so_it_has_with_one_rate_and_no_bootstrap(kind: str) -> None:
     scan = scan_of(batch_of(random_masks(EDGES), dtype=torch.float64), kind, "carry", slack=9)
     scan = scan._replace(gamma=0.99, lam=0.9, gammas=None, lams=None, bootstrap=None)
@@ -111,16 +112,18 @@ def test_so_it_has_with_any_lengths(lengths: list[int], kind: str, observation: 
     [("gae", "carry"), ("returns", "reset"), ("vtrace", "multiply"), ("adjoint", "compact")],
 )
 def test_short_segments_that_lie_side_by_side_have_them(kind: str, observation: str) -> None:
+    scan = scan_of(batch_of(random_masks(SHORT)), kind, observation)
     with small_blocks(64):
-        assert_bits_of_segments_alone(scan_of(batch_of(random_masks(SHORT)), kind, observation))
+        assert_bits_of_segments_alone(scan._replace(max_seqlen=max(SHORT)))
 
 
-def test_twenty_runs_give_the_same_bits() -> None:
+def test_programs_in_any_order_give_the_same_bits() -> None:
     scan = scan_of(batch_of(random_masks([*EDGES, 700])), "gae", "carry")
     first = results_of(scan)
-    for _ in range(19):
-        for actual, expected in zip(results_of(scan), first, strict=True):
-            assert_same_bits(actual, expected)
+    for seed in range(3):
+        with on_executor(order=seed):
+            for actual, expected in zip(results_of(scan), first, strict=True):
+                assert_same_bits(actual, expected)
 
 
 def test_a_nan_stays_in_its_segment_of_a_shared_block() -> None:

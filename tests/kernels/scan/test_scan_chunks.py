@@ -37,11 +37,15 @@ SEGMENTS = (
     ["gg"],
 )
 """Turns of segments, a letter a token; a ``.`` is context."""
+LONGEST = max(len("".join(turns)) for turns in SEGMENTS)
+SIZES = ((8, 8, 8), (8, 16, 16), (64, 64, 8), (8, 8, 99), (64, 64, 99))
+"""Entries of a block, of a row and of the longest walk: rows of one block and of two, segments side
+by side beside the effects of rows; then without rows, one walk over blocks, and side by side."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _small_blocks() -> Iterator[None]:
-    with small_blocks(8):
+    with small_blocks():
         yield
 
 
@@ -95,7 +99,7 @@ def case_of(segments: Sequence[Sequence[str]] = SEGMENTS, slack: int = 3) -> Cas
         cu_positions=boundaries([len(turn) for turn in turns]), begins=table[:, 0],
         spans=torch.tensor(spans, dtype=torch.int32).reshape(-1, 2), turn_rewards=rewards,
         num_positions=sum(map(len, turns)) + (slack if turns else 0),
-        turn_ids=batch.loss_mask.int() - 1,
+        turn_ids=batch.loss_mask.int() - 1, max_seqlen=LONGEST,
     )  # fmt: skip
     counts = [len(segment) for segment in segments]
     tokens = [list(range(b, b + len(t))) for b, t in zip(begins, turns, strict=True)]
@@ -189,13 +193,18 @@ def test_rewards_are_clipped_and_penalised_by_kl(estimator: str, clamp: float, i
         assert_rounds(rows, numbers, magnitude=1e7)  # the reference rounds penalties to float32
 
 
-@pytest.mark.parametrize("kind", ["gae", "vtrace"])
-@pytest.mark.parametrize("observation", OBSERVATIONS)
-@pytest.mark.parametrize("longest", [8, 99])
+@pytest.mark.parametrize(
+    ("kind", "observation", "sizes"),
+    [
+        (kind, observation, SIZES[(at + shift) % len(SIZES)])
+        for kind, shift in (("gae", 0), ("vtrace", 3))
+        for at, observation in enumerate(OBSERVATIONS)
+    ],
+)
 def test_blocks_of_any_size_equal_the_reference(
-    longest: int, observation: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, observation: str, sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Segments in rows of 8, in one walk, and side by side; every token is written."""
+    """Every token is written. Each scan meets each size, and each observation."""
     case = case_of()
     limits = Limits(reward_clip=0.75, rho_clip=0.875)
     scan = case.scan._replace(kind=kind, observation=observation, limits=limits)
@@ -203,12 +212,10 @@ def test_blocks_of_any_size_equal_the_reference(
         batch = case.batch
         scan = scan._replace(logprobs=batch.logprobs, rollout_logprobs=batch.rollout_logprobs)
     exact = run_scan(scan, "torch")
-    monkeypatch.setattr(credit_scan_triton, "LONGEST_WALK", longest)
-    for block in (8, 64):
-        monkeypatch.setattr(credit_scan_triton, "BLOCK", block)
-        monkeypatch.setattr(credit_scan_triton, "ROW", block)
-        for actual, expected in zip(run_scan(scan, "triton"), exact, strict=True):
-            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    for name, size in zip(("BLOCK", "ROW", "LONGEST_WALK"), sizes, strict=True):
+        monkeypatch.setattr(credit_scan_triton, name, size)
+    for actual, expected in zip(run_scan(scan, "triton"), exact, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("segments", [[], [[]], [[], []], [[""], []]])

@@ -340,7 +340,12 @@ def write_on_host(out: Mapping[str, Array], words: Ints, runs: Ints, turn_return
             _repeat(out[name], values, halves)
 
     if "input_ids" in out:
-        _write_token_ids(out["input_ids"], words, rows, lengths)
+        joined, sizes = _join(rows, lengths, rows[:, Run.SOURCE])
+        begins, is_token = joined[:, Run.SOURCE], joined[:, Run.SOURCE] >= 0
+        for start, size in zip(joined[~is_token, Run.START], sizes[~is_token], strict=True):
+            out["input_ids"][start : start + size] = 0
+        starts, begins, sizes = joined[is_token, Run.START], begins[is_token], sizes[is_token]
+        copy_stretches(out["input_ids"], starts, words, begins=begins, lengths=sizes)
     if "position_ids" in out:
         _write_position_ids(out["position_ids"], rows, lengths)
     if "sequence_ids" in out:
@@ -373,16 +378,6 @@ def _pieces(lengths: Ints) -> Iterator[tuple[slice, slice]]:
             end = int(ends[last - 1])
             yield slice(first, last), slice(begin, end)
             first, begin = last, end
-
-
-def _write_token_ids(out: Array, words: Ints, rows: Ints, lengths: Ints) -> None:
-    rows, lengths = _join(rows, lengths, rows[:, Run.SOURCE])
-    is_padding = rows[:, Run.SOURCE] < 0
-    if is_padding.any():
-        for start, length in zip(rows[is_padding, Run.START], lengths[is_padding], strict=True):
-            out[start : start + length] = 0
-        rows, lengths = rows[~is_padding], lengths[~is_padding]
-    copy_stretches(out, rows[:, Run.START], words, begins=rows[:, Run.SOURCE], lengths=lengths)
 
 
 def _write_position_ids(out: Array, rows: Ints, lengths: Ints) -> None:

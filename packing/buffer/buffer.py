@@ -113,6 +113,18 @@ def _warn_of_positive(logprobs: npt.NDArray[np.float32]) -> None:
         )
 
 
+def _warn_of_retokenized(intake: ValidatedTurns) -> None:
+    """Warn if a prompt repeats its history with a few other tokens."""
+    if intake.has_retokenized:
+        warnings.warn(
+            "TrajectoryBuffer.extend: a prompt replaces a few tokens of the completion before it, "
+            "so that a new sequence begins and the history is stored again: if it was built from "
+            "decoded text, build it from the sampled token ids; the report of the batch shows the "
+            "places",
+            stacklevel=4,  # the caller of pack or add; one above that of extend
+        )
+
+
 class State(NamedTuple):
     """Counts of a buffer; replaced as a whole at the end of a call, so that calls are atomic."""
 
@@ -238,14 +250,7 @@ class TrajectoryBuffer:
                 "pack and clear it, or give it more capacity"
             )
         stored, num_words = self._append(intake)
-        if intake.has_retokenized:
-            warnings.warn(
-                "TrajectoryBuffer.extend: a prompt replaces a few tokens of the completion before "
-                "it, so that a new sequence begins and the history is stored again: if it was "
-                "built from decoded text, build it from the sampled token ids; the report of the "
-                "batch shows the places",
-                stacklevel=3,  # the caller of pack or add; one above that of extend
-            )
+        _warn_of_retokenized(intake)
         new = state._replace(
             num_words=num_words,
             num_tokens=state.num_tokens + intake.num_tokens,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -20,7 +20,7 @@ SHORT = 128
 COUNTED = 2048
 """Mean stretch below which one sum on the host beats counting up per stretch (measured)."""
 ENTRIES_AT_ONCE = 2**17
-"""Tokens that the host repeats or gathers at once, in the cache."""
+"""Tokens that the host repeats at once in the cache, before it copies them to their memory."""
 
 SLACK = 1.25
 """Size of fresh host memory relative to the batch, so that a longer batch fits too."""
@@ -340,12 +340,7 @@ def write_on_host(out: Mapping[str, Array], words: Ints, runs: Ints, turn_return
             _repeat(out[name], values, halves)
 
     if "input_ids" in out:
-        joined, sizes = _join(rows, lengths, rows[:, Run.SOURCE])
-        begins, is_token = joined[:, Run.SOURCE], joined[:, Run.SOURCE] >= 0
-        for start, size in zip(joined[~is_token, Run.START], sizes[~is_token], strict=True):
-            out["input_ids"][start : start + size] = 0
-        starts, begins, sizes = joined[is_token, Run.START], begins[is_token], sizes[is_token]
-        copy_stretches(out["input_ids"], starts, words, begins=begins, lengths=sizes)
+        _write_token_ids(out["input_ids"], words, rows, lengths)
     if "position_ids" in out:
         _write_position_ids(out["position_ids"], rows, lengths)
     if "sequence_ids" in out:
@@ -363,21 +358,25 @@ def write_on_host(out: Mapping[str, Array], words: Ints, runs: Ints, turn_return
 
 def _repeat(out: Array, values: Array, lengths: Ints) -> None:
     """Write each value as often as its length says."""
-    for some, entries in _pieces(lengths):
-        out[entries] = np.repeat(values[some], lengths[some])
-
-
-def _pieces(lengths: Ints) -> Iterator[tuple[slice, slice]]:
-    """Yield stretches of these lengths whose entries stay in the cache, and those entries."""
     ends = np.cumsum(lengths)
-    bounds = np.arange(ENTRIES_AT_ONCE, lengths.sum(), ENTRIES_AT_ONCE)
+    bounds = np.arange(ENTRIES_AT_ONCE, out.size, ENTRIES_AT_ONCE)
     cuts = np.searchsorted(ends, bounds, side="right")
     first = begin = 0
     for last in (*cuts.tolist(), len(lengths)):
         if last > first:
             end = int(ends[last - 1])
-            yield slice(first, last), slice(begin, end)
+            out[begin:end] = np.repeat(values[first:last], lengths[first:last])
             first, begin = last, end
+
+
+def _write_token_ids(out: Array, words: Ints, rows: Ints, lengths: Ints) -> None:
+    rows, lengths = _join(rows, lengths, rows[:, Run.SOURCE])
+    is_padding = rows[:, Run.SOURCE] < 0
+    if is_padding.any():
+        for start, length in zip(rows[is_padding, Run.START], lengths[is_padding], strict=True):
+            out[start : start + length] = 0
+        rows, lengths = rows[~is_padding], lengths[~is_padding]
+    copy_stretches(out, rows[:, Run.START], words, begins=rows[:, Run.SOURCE], lengths=lengths)
 
 
 def _write_position_ids(out: Array, rows: Ints, lengths: Ints) -> None:
@@ -428,15 +427,12 @@ def _is_short(lengths: Ints, limit: int = SHORT) -> bool:
 def copy_stretches(out: Array, starts: Ints, source: Array, *, begins: Ints, lengths: Ints) -> None:
     """Copy ``source[begin : begin + length]`` to ``out[start:]`` for each stretch."""
     if lengths.size > 1 and _is_short(lengths):
-        before = np.cumsum(lengths) - lengths
-        from_source, into_out = begins - before, starts - before
-        for some, entries in _pieces(lengths):
-            index, shift = np.arange(entries.start, entries.stop), into_out[some]
-            values = source[index + np.repeat(from_source[some], lengths[some])]
-            if (shift == shift[0]).all():  # one behind the other
-                out[shift[0] + entries.start : shift[0] + entries.stop] = values
-            else:
-                out[index + np.repeat(shift, lengths[some])] = values
+        index, before = np.arange(lengths.sum(), dtype=np.int64), np.cumsum(lengths) - lengths
+        values = source[index + np.repeat(begins - before, lengths)]
+        if (starts - before == starts[0]).all():  # one behind the other
+            out[starts[0] : starts[0] + values.size] = values
+        else:
+            out[index + np.repeat(starts - before, lengths)] = values
         return
     stretches = zip(starts.tolist(), begins.tolist(), lengths.tolist(), strict=True)
     for start, begin, length in stretches:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
-from trajpack.kernels.fields.stretches import SHORT, Array, Ints, copier, count_up
+from trajpack.kernels.fields.stretches import Array, Ints, copier, count_up
 from trajpack.kernels.runs import MAX_TOKENS, RUN_WIDTH, TILE, Run
 from trajpack.kernels.validation import (
     check_boundaries,
@@ -298,7 +298,7 @@ def build_reference(
 def write_on_host(out: Mapping[str, Array], words: Ints, runs: Ints, turn_returns: Array) -> None:
     """Write the fields in ``out``, by name, run by run; each byte is written once.
 
-    Any fields may be missing; ``rollout_logprobs`` and ``prompt_mask`` need ``loss_mask``.
+    Any fields may be missing; ``prompt_mask`` needs ``loss_mask``.
     """
     lengths = np.diff(runs[:, Run.START])
     rows, lengths = runs[:-1][lengths > 0], lengths[lengths > 0]
@@ -328,16 +328,9 @@ def write_on_host(out: Mapping[str, Array], words: Ints, runs: Ints, turn_return
     if "prompt_mask" in out:
         np.logical_not(out["loss_mask"], out=out["prompt_mask"])
     if "rollout_logprobs" in out:
-        logprobs, given = words.view(np.float32), lengths - context
-        first = rows[:, Run.LOGPROB][is_trained]
-        follow = (first[1:] == first[:-1] + given[is_trained][:-1]).all()
-        if follow and 0 < num_tokens < SHORT * len(first):
-            out["rollout_logprobs"][:] = 0
-            among = logprobs[first[0] : first[0] + given.sum()]
-            out["rollout_logprobs"][out["loss_mask"]] = among
-        else:
-            copied = copier(num_tokens, start + context, rows[:, Run.LOGPROB], given)
-            copied(out["rollout_logprobs"], logprobs, 0)
+        given = lengths - context
+        copied = copier(num_tokens, start + context, rows[:, Run.LOGPROB], given)
+        copied(out["rollout_logprobs"], words.view(np.float32), 0)
     by_half("policy_versions", -1, rows[:, Run.VERSION])
     by_half("returns", 0, returns)
 

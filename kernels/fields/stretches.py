@@ -77,39 +77,54 @@ def copier(
     It copies slice by slice, or gathers by an index where slices would be short. Neighbours both in
     the source and in the output are one slice.
     """
-    if begin.size and begin[0]:
-        begin, origin, size = (np.append(0, column) for column in (begin, origin, size))
-    lengths, is_taken = np.diff(begin, append=num_rows), size > 0
-    gap = size < lengths
-    to, come, count = begin[is_taken], origin[is_taken], size[is_taken]
+    some = size > 0
+    to, come, count = begin[some], origin[some], size[some]
     follows = (to[1:] == to[:-1] + count[:-1]) & (come[1:] == come[:-1] + count[:-1])
     heads = np.flatnonzero(np.append(np.ones(min(len(to), 1), np.bool_), ~follows))
-    if num_rows < SHORT * len(heads):
-        index, row = np.repeat(origin.astype(np.int64) - begin, lengths), np.arange(num_rows)
-        index += row
-        filled = row >= np.repeat(begin + size, lengths) if gap.any() else None
-
-        def gathered(out: Array, source: Array, fill: Any) -> None:
-            if out.dtype == source.dtype:
-                source.take(index, 0, out, "clip")  # "raise" would copy twice
-            else:
-                out[:] = source.take(index, 0, mode="clip")
-            if filled is not None:
-                out[filled] = fill
-
-        return gathered
     if heads.size:
         to, come, count = to[heads], come[heads], np.add.reduceat(count, heads)
+    if num_rows < SHORT * len(heads):
+        return _gatherer(num_rows, to, come, count)
     here, there = slices(to, to + count), slices(come, come + count)
-    gaps = slices((begin + size)[gap], (begin + lengths)[gap])
+    gaps = slices(np.append(0, to + count), np.append(to, num_rows))
 
     def copied(out: Array, source: Array, fill: Any) -> None:
         for place in gaps:
             out[place] = fill
-        for place, some in zip(here, there, strict=True):
-            out[place] = source[some]
+        for place, rows in zip(here, there, strict=True):
+            out[place] = source[rows]
 
     return copied
+
+
+def _gatherer(
+    num_rows: int, to: Ints, come: Ints, count: Ints
+) -> Callable[[Array, Array, Any], None]:
+    """Return the function of `copier` that moves short stretches by an index."""
+    before, total = np.cumsum(count) - count, count.sum()
+    if (come - before == come[0]).all():
+        place = np.arange(total) + np.repeat(to - before, count)
+
+        def scattered(out: Array, source: Array, fill: Any) -> None:
+            out[...] = fill
+            out[place] = source[come[0] : come[0] + total]
+
+        return scattered
+    to, come, count = (np.append(0, column) for column in (to, come, count))
+    lengths = np.diff(to, append=num_rows)
+    offset = np.arange(num_rows) - np.repeat(to, lengths)
+    index = offset + np.repeat(come, lengths)
+    filled = offset >= np.repeat(count, lengths) if total < num_rows else None
+
+    def gathered(out: Array, source: Array, fill: Any) -> None:
+        if out.dtype == source.dtype:
+            source.take(index, 0, out, "clip")  # "raise" would copy twice
+        else:
+            out[:] = source.take(index, 0, mode="clip")
+        if filled is not None:
+            out[filled] = fill
+
+    return gathered
 
 
 def slices(begin: Ints, end: Ints) -> list[slice]:

@@ -112,9 +112,9 @@ def _gatherer(
         return scattered
     to, come, count = (np.append(0, column) for column in (to, come, count))
     lengths = np.diff(to, append=num_rows)
-    offset = np.arange(num_rows) - np.repeat(to, lengths)
-    index = offset + np.repeat(come, lengths)
-    filled = offset >= np.repeat(count, lengths) if total < num_rows else None
+    row = np.arange(num_rows)
+    index = row + np.repeat(come.astype(np.int64) - to, lengths)
+    filled = row >= np.repeat(to + count, lengths) if total < num_rows else None
 
     def gathered(out: Array, source: Array, fill: Any) -> None:
         if out.dtype == source.dtype:

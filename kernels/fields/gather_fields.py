@@ -11,7 +11,7 @@ import torch
 
 from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
 from trajpack.kernels.fields.build import check_run_table, check_runs, check_stretches
-from trajpack.kernels.fields.stretches import located, taken
+from trajpack.kernels.fields.stretches import copier, located, taken
 from trajpack.kernels.fields.units import UNITS, Rows, as_rows, empty_units, layouts_of, rows_of
 from trajpack.kernels.runs import MAX_TOKENS, TILE, Run
 from trajpack.kernels.validation import check_integer, check_tensor, values_to_check
@@ -137,10 +137,7 @@ def _write(
     masks: Sequence[bool],
     impl: str,
 ) -> None:
-    """Write units of `empty_units`; ``masks`` say which fields have rows of generated tokens only.
-
-    Without a kernel, each token looks up its run, then its row.
-    """
+    """Write units of `empty_units`; ``masks`` say which fields have rows of generated tokens."""
     checked, begins = check_runs(OP, runs, num_tokens), values_to_check(sources)
     if checked and begins is not None:
         _, given, generated = checked
@@ -154,6 +151,23 @@ def _write(
 
         write_rows(words, runs, sources, num_tokens, layouts=layouts, masks=masks, out=out)
         return
+    if words.device.type == "cpu":
+        _write_on_host(out, words, runs, sources, num_tokens, layouts=layouts, masks=masks)
+    else:
+        write_reference(out, words, runs, sources, num_tokens, layouts=layouts, masks=masks)
+
+
+def write_reference(
+    out: Sequence[torch.Tensor],
+    words: torch.Tensor,
+    runs: torch.Tensor,
+    sources: torch.Tensor,
+    num_tokens: int,
+    *,
+    layouts: Sequence[Rows],
+    masks: Sequence[bool],
+) -> None:
+    """Define the op in plain torch: each token looks up its run, then its row."""
     run, offset, *_ = located(num_tokens, *runs[:-1, : Run.GENERATED + 1].unbind(1))
     for number, (units, layout, mask) in enumerate(zip(out, layouts, masks, strict=True)):
         width, unit, fill = layout
@@ -168,6 +182,31 @@ def _write(
             stream = stream.new_zeros(width)
         rows = taken(stream.unfold(0, width, 1), place, has_row, fill)
         units[: rows.numel()].copy_(rows.view(-1))
+
+
+def _write_on_host(
+    out: Sequence[torch.Tensor],
+    words: torch.Tensor,
+    runs: torch.Tensor,
+    sources: torch.Tensor,
+    num_tokens: int,
+    *,
+    layouts: Sequence[Rows],
+    masks: Sequence[bool],
+) -> None:
+    """Copy the rows of a run at once."""
+    start, table = runs.numpy()[:, Run.START].astype(np.int64), runs.numpy()[:-1]
+    lengths = np.diff(start)
+    skipped = np.clip(table[:, Run.GENERATED], 0, lengths)
+    for number, (units, layout, mask) in enumerate(zip(out, layouts, masks, strict=True)):
+        width, unit, fill = layout
+        begin = start[:-1] + skipped if mask else start[:-1]
+        size = np.where(table[:, Run.SOURCE] >= 0, start[1:] - begin, 0)
+        rows, stream = units.numpy()[: num_tokens * width], words.numpy()
+        stream = stream[: stream.size // 2 * 2] if unit == 8 else stream
+        origin = sources.numpy()[:-1, number] // unit
+        copied = copier(rows.size, begin * width, origin, size * width)
+        copied(rows, stream.view(rows.dtype), fill)
 
 
 def _run(words: torch.Tensor, runs: Any, sources: Any, num_tokens: int, *options: Any) -> Any:

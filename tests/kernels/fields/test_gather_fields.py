@@ -13,7 +13,9 @@ from trajpack.kernels.fields.gather_fields import (
     FieldLayout,
     empty_rows,
     gather_fields,
+    write_reference,
 )
+from trajpack.kernels.fields.units import as_rows, empty_units, rows_of
 from trajpack.kernels.runs import Run
 from trajpack.testing import assert_same_bits, random_build_inputs
 
@@ -97,6 +99,18 @@ def test_it_equals_a_loop_over_tokens_bit_for_bit(impl, lengths):
 def test_any_runs_equal_a_loop_over_tokens(impl, lengths, seed):
     fields = np.random.default_rng(seed).choice(len(FIELDS), 2, replace=False)
     check(lengths, impl, [FIELDS[number] for number in fields], seed)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+def test_the_reference_equals_a_loop_over_tokens_bit_for_bit(lengths):
+    words, runs, sources, num_tokens = random_inputs(lengths)
+    layouts = [rows_of(*field[:3]) for field in FIELDS]
+    out = empty_units(layouts, num_tokens, words.device)
+    masks = [field.generated_only for field in FIELDS]
+    write_reference(out, words, runs, sources, num_tokens, layouts=layouts, masks=masks)
+    expected = by_loop(words, runs, sources, FIELDS, num_tokens)
+    for units, field, rows in zip(out, FIELDS, expected, strict=True):
+        assert_same_bits(as_rows(units, num_tokens, field.dtype, field.shape), rows)
 
 
 def test_shapes_alone_are_enough_on_the_meta_device():

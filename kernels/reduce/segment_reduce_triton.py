@@ -139,18 +139,18 @@ def segment_reduce_kernel(  # noqa: C901, PLR0912 - branches of the compiler
     begin = tl.maximum(begin, 0)  # in bounds even for bad boundaries
     length = tl.maximum(tl.minimum(end, num_entries), begin) - begin
     nothing = _neutral_tile(x, MAX, SIZES)
-    lanes = nothing
-    counted = tl.zeros((ROWS, LANES), tl.int32)
     first, left = begin.to(tl.int64), length
-    if partials is not None:
-        left = tl.minimum(left, SIZES[3])
-    while tl.max(left, 0) > 0:
-        of_chunk, counted_there = _reduce_chunk(x, mask, first, left, FORM, SIZES)
-        lanes = _join(lanes, of_chunk, MAX)
-        counted += counted_there
-        first += SIZES[3]
-        left = tl.maximum(left - SIZES[3], 0)
-    if partials is not None:
+    if partials is None:
+        lanes = nothing
+        counted = tl.zeros((ROWS, LANES), tl.int32)
+        while tl.max(left, 0) > 0:
+            of_chunk, counted_there = _reduce_chunk(x, mask, first, left, FORM, SIZES)
+            lanes = _join(lanes, of_chunk, MAX)
+            counted += counted_there
+            first += SIZES[3]
+            left = tl.maximum(left - SIZES[3], 0)
+    else:
+        lanes, counted = _reduce_chunk(x, mask, first, left, FORM, SIZES)
         others = tl.maximum(length - 1, 0) // SIZES[3]
         most = tl.max(others, 0)
         place = (begin // SIZES[3] + 1)[:, None] * LANES + tl.arange(0, LANES)[None, :]

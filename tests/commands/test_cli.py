@@ -243,7 +243,7 @@ def test_outside_text_is_escaped_and_never_markup(tmp_path: Path) -> None:
         (["--dataset", "missing.jsonl"], "cannot read missing.jsonl: No such file or directory; "),
         (
             ["--dataset", "."],
-            "Is a directory; --dataset takes a JSONL file; dataset.to_json(FILE) wr",
+            "it is a folder; --dataset takes a JSONL file; dataset.to_json(FILE) wr",
         ),
         (["--model", "missing"], "cannot load a model from missing: it is not a folder"),
         (["--model", "."], "cannot load a model from .: it has no config.json"),

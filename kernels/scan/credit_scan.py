@@ -8,7 +8,7 @@ token, is ``decay·x + increment``; see `trajpack.kernels.scan.observations`.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +22,12 @@ from trajpack.kernels.validation import check_boundaries, check_segments_within,
 
 ROW = 64
 """Entries of a row on the host. Rows are cut from a segment's end: ROW fixes the order of sums."""
+ENTRIES_AT_ONCE = 2**16
+"""Entries that the host walks together, so that they stay in the cache."""
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Rate: TypeAlias = torch.Tensor | float
 
 
 class EntryIndex:
@@ -32,7 +35,11 @@ class EntryIndex:
 
     def __init__(self, bounds: torch.Tensor, num_entries: int) -> None:
         self.bounds, self.num_entries = bounds, num_entries
-        self.entry = torch.arange(num_entries, device=bounds.device)
+
+    @cached_property
+    def entry(self) -> torch.Tensor:
+        """int64 ``[entries]``: index of each entry."""
+        return torch.arange(self.num_entries, device=self.bounds.device)
 
     @cached_property
     def segment(self) -> torch.Tensor:
@@ -76,16 +83,17 @@ class ScannedTokens(NamedTuple):
         rows = rows.double()
         return rows if self.token is None else torch.cat([rows, rows.new_zeros(1)])[self.token]
 
-    def passed_rewards(self) -> torch.Tensor:
+    def passed_rewards(self) -> torch.Tensor | float:
         """Return the rewards that skipped tokens pass to the last generated token before them."""
         if self.observation == "carry":
             return self.rewards
-        passes = self.entries.is_last & (self.observation == "compact")
-        return torch.where(passes, self.rewards, 0.0)
+        if self.observation == "compact":
+            return torch.where(self.entries.is_last, self.rewards, 0.0)
+        return 0.0
 
     def states(
         self,
-        decay: torch.Tensor,
+        decay: torch.Tensor | float,
         increment: torch.Tensor,
         start: torch.Tensor,
         passed: torch.Tensor | float = 0.0,
@@ -94,6 +102,8 @@ class ScannedTokens(NamedTuple):
 
         ``passed`` is the increment of tokens through which the state passes.
         """
+        if not isinstance(decay, torch.Tensor):
+            decay = torch.full_like(increment, decay)
         if self.observation in PASSING:
             decay = torch.where(self.generated, decay, 1.0)
             increment = torch.where(self.generated, increment, passed)
@@ -149,35 +159,38 @@ def credit_scan_reference(scan: Scan) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = _tokens(scan) if scan.spans is None else _tokens_of_chunks(scan)
     rewards, generated, start = tokens.rewards, tokens.generated, _start(scan)
     gamma, lam = (
-        torch.full_like(rewards, float(rate)) if rates is None else tokens.entries.expand(rates)
+        float(rate) if rates is None else tokens.entries.expand(rates)
         for rate, rates in ((scan.gamma, scan.gammas), (scan.lam, scan.lams))
     )
     if scan.kind == "adjoint":
         results = [_gradient(tokens, gamma * lam, start)]
     else:
-        values = torch.zeros_like(rewards) if scan.values is None else tokens.rows_of(scan.values)
+        values = rewards.new_zeros(()) if scan.values is None else tokens.rows_of(scan.values)
         if tokens.observation == "multiply":
             rewards, values = (torch.where(generated, rows, 0.0) for rows in (rewards, values))
             tokens = tokens._replace(rewards=rewards)
         if scan.kind == "vtrace":
             results = _vtrace(scan, tokens, values, gamma, lam)
         else:
-            increment = gamma * (1 - lam) * values + gamma * lam * rewards
+            increment = gamma * lam * rewards
+            if scan.values is not None:
+                increment = gamma * (1 - lam) * values + increment
             states = tokens.states(gamma * lam, increment, start, tokens.passed_rewards())
-            results = [rewards - values + states, rewards + states]
-        results = [torch.where(generated, rows, 0.0) for rows in results]
+            results = [rewards + states]
+            if scan.kind == "gae":
+                results.insert(0, rewards - values + states)
+        if scan.loss_mask is not None or scan.spans is not None:
+            results = [torch.where(generated, rows, 0.0) for rows in results]
     first, *others = [_at_tokens(rows.float(), tokens.token, scan.num_tokens) for rows in results]
-    if scan.kind == "returns":
-        first, *others = others
     return first, others[0] if others else first.new_empty(0)
 
 
 def _vtrace(
-    scan: Scan, tokens: ScannedTokens, values: torch.Tensor, gamma: torch.Tensor, lam: torch.Tensor
+    scan: Scan, tokens: ScannedTokens, values: torch.Tensor, gamma: Rate, lam: Rate
 ) -> list[torch.Tensor]:
     """Return advantages and value targets."""
-    rewards, nothing, start = tokens.rewards, torch.zeros_like(tokens.rewards), _start(scan)
-    behind = tokens.states(nothing, gamma * values, start, tokens.passed_rewards())
+    rewards, start = tokens.rewards, _start(scan)
+    behind = tokens.states(0.0, gamma * values, start, tokens.passed_rewards())
     if tokens.observation == "reset":
         behind = torch.where(tokens.generated, behind, 0.0)
     rho, c, advantage_rho = _clipped_ratios(scan, tokens)
@@ -186,7 +199,7 @@ def _vtrace(
     return [advantage_rho * (surprise + trace), values + rho * surprise + lam * c * trace]
 
 
-def _gradient(tokens: ScannedTokens, rate: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+def _gradient(tokens: ScannedTokens, rate: Rate, start: torch.Tensor) -> torch.Tensor:
     """Return the gradient of rewards; ``tokens`` are mirrored, their rewards are gradients."""
     own = torch.where(tokens.generated, tokens.rewards, 0.0)
     states = tokens.states(rate, own, start)
@@ -340,22 +353,31 @@ def _states_behind(decay: Floats, increment: Floats, start: Floats, bounds: Ints
     rows_behind = np.cumsum(num_rows)[segment] - np.arange(1, segment.size + 1)
     begin, top = bounds[segment], bounds[segment + 1] - rows_behind * width
     state, overflows = start[segment], bool(np.isinf(decay).any())
-    place = top - np.arange(1, width + 1)[:, None]  # of the entries of rows: [width, rows]
-    np.copyto(place, entries, where=place < begin)
-    decays, increments = decay.take(place, mode="clip"), increment.take(place, mode="clip")
+    at_once = max(ENTRIES_AT_ONCE // width, 1)
+    chunks = [slice(first, first + at_once) for first in range(0, segment.size, at_once)]
+    lane = np.arange(1, width + 1)[:, None]
+    blocks = []  # place, decay and increment of the entries of some rows: [width, rows] each
+    for rows in chunks:
+        place = top[rows] - lane
+        np.copyto(place, entries, where=place < begin[rows])
+        blocks.append((place, decay.take(place, mode="clip"), increment.take(place, mode="clip")))
     if num_rows.max() > 1:
-        total = np.zeros(segment.size)
-        for step_decay, step_increment in zip(decays, increments, strict=True):
-            _advance(total, step_decay, step_increment, total, overflows)
+        row_decay, row_increment = np.ones(segment.size), np.zeros(segment.size)
+        for rows, (_, decays, increments) in zip(chunks, blocks, strict=True):
+            total = row_increment[rows]
+            for step_decay, step_increment in zip(decays, increments, strict=True):
+                _advance(total, step_decay, step_increment, total, overflows)
+                row_decay[rows] *= step_decay
         cu_rows = np.append(0, np.cumsum(num_rows))
-        state = _states_behind(np.multiply.reduce(decays), total, start, cu_rows)
-    walked = np.empty(decays.shape)
-    walked[0] = state
-    steps = zip(walked, decays, increments, walked[1:], strict=False)
-    for current, step_decay, step_increment, before in steps:
-        _advance(current, step_decay, step_increment, before, overflows)
+        state = _states_behind(row_decay, row_increment, start, cu_rows)
     states = np.empty(entries + 1)  # the last takes the lanes before a segment's first entry
-    states[place] = walked
+    for rows, (place, decays, increments) in zip(chunks, blocks, strict=True):
+        walked = np.empty(decays.shape)
+        walked[0] = state[rows]
+        steps = zip(walked, decays, increments, walked[1:], strict=False)
+        for current, step_decay, step_increment, before in steps:
+            _advance(current, step_decay, step_increment, before, overflows)
+        states[place] = walked
     return states[:-1]
 
 

@@ -98,7 +98,7 @@ class WorkerOptions:
     num_cpus: float = 1.0
     num_gpus: float = 0.0
     num_threads: int = 1
-    start_timeout_s: float = 300.0
+    start_timeout_s: float = 600.0
     heartbeat_s: float = 2.0
     hang_timeout_s: float = 60.0
     max_redos: int = 3

@@ -15,10 +15,10 @@ CLUSTER_FILES = {
 }
 LONGEST = (
     "tests/kernels/compiled/test_compiled.py",
-    ON_THE_CLUSTER,
     "tests/ptx/test_versions.py",
     "tests/ptx/test_counts.py",
     "tests/kernels/scan/test_credit_scan_triton.py",
+    ON_THE_CLUSTER,
     "tests/repository/test_distribution.py",
     "tests/kernels/scan/test_scan_chunks.py",
     "tests/kernels/credit/test_vtrace.py",
@@ -31,6 +31,7 @@ LONGEST = (
 """Files that take longest begin first, so that no worker ends long after the others.
 
 What `test_compiled.py` compiles, and what `test_counts.py` does, other files find in a cache later.
+The cluster starts behind them: beside four compilers its workers start too slowly.
 """
 
 

@@ -72,13 +72,13 @@ def workers(loop: asyncio.Runner, scripted: MakeScripted) -> Iterator[RolloutWor
 
 async def end_with_a_dead_one(workers: RolloutWorkers) -> None:
     os.kill(workers.workers[0].pid, signal.SIGKILL)
-    async with asyncio.timeout(300):
+    async with asyncio.timeout(900):
         await workers.__aexit__()
 
 
 async def all_serving(workers: RolloutWorkers) -> list[int]:
     """Wait until both serve; return their processes."""
-    async with asyncio.timeout(300):
+    async with asyncio.timeout(900):
         while len(workers.workers) < 2:  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0.05)
     return [worker.pid for worker in workers.workers]
@@ -148,7 +148,7 @@ async def publish_until_replaced(workers: RolloutWorkers, victim: int) -> int:
     """Publish weights that the victim dies of, and newer ones until another has its place."""
     weights = {"victim": torch.tensor(victim), "number": torch.tensor(101)}
     await workers.publish(Weights.of(weights, version=1))
-    async with asyncio.timeout(300):
+    async with asyncio.timeout(900):
         while len(workers.workers) == 2:  # noqa: ASYNC110
             await asyncio.sleep(0.01)  # nothing tells of it
         while len(workers.workers) < 2:
@@ -202,7 +202,7 @@ def test_a_termination_cancels_the_episodes_on_their_workers_as_an_interrupt_doe
             await anext(stream)
 
     async def go_on() -> list[EpisodeResult]:
-        async with asyncio.timeout(300):
+        async with asyncio.timeout(900):
             ended = {("endless0@0", 0), ("endless1@0", 0)}
             while not ended <= set(scripted.started()):  # noqa: ASYNC110 - on other processes
                 await asyncio.sleep(0.02)
@@ -270,7 +270,7 @@ def test_a_worker_that_hangs_is_given_up_and_its_episodes_are_redone(loop, worke
                 results.append(result)
                 if len(results) == 10:
                     os.kill(victim, signal.SIGSTOP)
-        async with asyncio.timeout(300):
+        async with asyncio.timeout(900):
             while Path(f"/proc/{victim}").exists():  # noqa: ASYNC110, ASYNC240 - it is killed
                 await asyncio.sleep(0.05)
         return results
@@ -288,7 +288,7 @@ def test_workers_that_nobody_keeps_any_more_end_the_run(
 ) -> None:
     async def body() -> list[EpisodeResult]:
         workers = RolloutWorkers(MakeScripted(tmp_path / "notes"), 1, options=OPTIONS)
-        async with workers, asyncio.timeout(300):
+        async with workers, asyncio.timeout(900):
             for keeper in workers._keepers:
                 keeper.cancel()
             return [result async for result in workers.runner().run(prompts(2))]
@@ -323,7 +323,7 @@ def _worker(engine: _Idle, notes: Path) -> RolloutWorker:
 
 def test_an_engine_that_a_worker_has_not_entered_is_an_error_at_its_start(tmp_path: Path) -> None:
     async def body() -> None:
-        async with asyncio.timeout(300):
+        async with asyncio.timeout(900):
             await _worker(_Idle(knows=True), tmp_path / "notes").start(None)
 
     with pytest.raises(RuntimeError, match="this VLLMEngine has not been entered: use it within"):
@@ -382,7 +382,7 @@ def test_the_silence_of_a_worker_is_told_here_in_each_run(
             caplog.clear()
             async with aclosing(rolling.run([Prompt(f"endless-run{run}", [1])])) as results:
                 waiting = asyncio.ensure_future(anext(results))
-                async with asyncio.timeout(300):
+                async with asyncio.timeout(900):
                     while not told():  # noqa: ASYNC110 - nothing else tells of it
                         await asyncio.sleep(0.05)
                 waiting.cancel()

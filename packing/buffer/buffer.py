@@ -135,7 +135,7 @@ def _warn_of_breaks(intake: ValidatedTurns) -> None:
 
 
 class State(NamedTuple):
-    """Counts of a buffer; replaced as a whole at the end of a call, so that calls are atomic."""
+    """Counts of a buffer. A call replaces them as a whole at its end, so calls are atomic."""
 
     num_words: int = 0
     num_tokens: int = 0

@@ -53,7 +53,7 @@ _AROUND = 8
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """What a report assumes of the training.
+    """Capacity and ranks of the training that a report plans for.
 
     Raises:
         TypeError: If a number is not an integer.

@@ -21,7 +21,7 @@ from trajpack.packing.tree_attention.attention import visible
 from trajpack.packing.tree_attention.huggingface import tree_table
 
 Boundary: TypeAlias = Literal["shared", "duplicate"]
-"""What happens to the last token that sequences have in common, see `trajpack.pack_tree`."""
+"""Storage of the last token that sequences share: once, or once for each next token."""
 
 
 def _refused(name: str, remedy: str) -> Callable[..., NoReturn]:

@@ -22,7 +22,7 @@ from tests.kernels.credit.token_loops import (
 )
 from trajpack.kernels.credit.discounted_returns import discounted_returns
 from trajpack.kernels.scan import credit_scan_triton
-from trajpack.kernels.scan.credit_scan import ROW
+from trajpack.kernels.scan.credit_scan import ENTRIES_AT_ONCE, ROW
 from trajpack.testing import assert_same_bits, boundaries, returns_by_loop
 
 LENGTHS = [3, 0, 1, 63, 64, 65, 0, 128, 129, 2, 1, 1, 1, 1, 1, 1, 1, 40]  # more than one program
@@ -162,7 +162,7 @@ def test_a_gradient_that_is_expanded_is_read_right(impl: str) -> None:
 
 def test_the_host_has_the_same_bits_alone_and_packed() -> None:
     lengths = [ROW, 3, ROW + 1, 0, ROW**2, ROW**2 + 1, 1, 9999, *range(150), 2 * ROW]
-    lengths += [1] * 1000
+    lengths += [1] * (ENTRIES_AT_ONCE // ROW)
     rewards = random_rewards(sum(lengths))
     discounts = torch.linspace(-1, 1.001, len(lengths), dtype=torch.float64)
     together = discounted_returns(rewards, boundaries(lengths), discounts, "torch").split(lengths)

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from tests.kernels.credit.token_loops import batch_of, small_blocks
+from trajpack.kernels.scan import credit_scan
 from trajpack.kernels.scan.credit_scan import (
+    ENTRIES_AT_ONCE,
     ROW,
     EntryIndex,
     exclusive_scan_on_host,
@@ -66,11 +68,21 @@ def test_it_equals_the_loop(scan: Recurrence, lengths: list[int]) -> None:
     torch.testing.assert_close(scan(*inputs), by_loop(*inputs), rtol=1e-12, atol=1e-12)
 
 
-def test_the_host_takes_rows_of_rows() -> None:
-    lengths = [ROW**2, 3, ROW**2 + 1, 0, 2 * ROW**2 + ROW, *[1] * 1000, 70]
+def test_the_host_takes_rows_of_rows_and_more_than_at_once() -> None:
+    lengths = [ROW**2, 3, ROW**2 + 1, 0, 2 * ROW**2 + ROW, *[1] * (ENTRIES_AT_ONCE // ROW), 70]
     inputs = inputs_of(lengths)
     actual = exclusive_scan_on_host(*inputs)
     torch.testing.assert_close(actual, by_loop(*inputs), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("at_once", [1, 3 * ROW, 7 * ROW])
+def test_the_number_of_rows_walked_together_changes_no_bit(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = inputs_of([0, 700, 3, ROW - 1, ROW, ROW + 1, ROW**2 + 1])
+    expected = exclusive_scan_on_host(*inputs)
+    monkeypatch.setattr(credit_scan, "ENTRIES_AT_ONCE", at_once)
+    assert_same_bits(exclusive_scan_on_host(*inputs), expected)
 
 
 def test_short_segments_are_the_loop_to_the_bit() -> None:

@@ -117,10 +117,10 @@ def test_short_segments_that_lie_side_by_side_have_them(kind: str, observation: 
         assert_bits_of_segments_alone(scan._replace(max_seqlen=max(SHORT)))
 
 
-def test_programs_in_any_order_give_the_same_bits() -> None:
+def test_twenty_orders_of_programs_give_the_same_bits() -> None:
     scan = scan_of(batch_of(random_masks([*EDGES, 700])), "gae", "carry")
     first = results_of(scan)
-    for seed in range(3):
+    for seed in range(20):
         with on_executor(order=seed):
             for actual, expected in zip(results_of(scan), first, strict=True):
                 assert_same_bits(actual, expected)

@@ -194,6 +194,19 @@ class TreeBatch(TreeNodes):
         Cost: a sort of the chains; if a prefix broke, a copy of the token ids to the host
             (synchronises), and for each break a pass over the turns before it and three sorts of
             the tokens behind it.
+
+        Example:
+            >>> import trajpack
+            >>> turns = [
+            ...     trajpack.Turn([1, 2], [8, 3, 4], [-0.5] * 3),
+            ...     trajpack.Turn([1, 2, 3, 4, 5], [6], [-0.5]),
+            ... ]
+            >>> statistics = trajpack.pack_tree([trajpack.Trajectory("a", turns)]).statistics()
+            >>> statistics.num_tokens_merged, statistics.num_nodes
+            (11, 9)
+            >>> statistics.breaks[0]  # doctest: +NORMALIZE_WHITESPACE
+            PrefixBreak(trajectory=0, turn=1, history=0, position=2, expected=8, came=3,
+                        reason='stripped', removed=1, added=0)
         """
         return statistics_of(self)
 
@@ -303,6 +316,15 @@ class TreeBatch(TreeNodes):
             TypeError, ValueError, RuntimeError: As `PackedBatch.merge`.
 
         Cost: as there.
+
+        Example:
+            >>> import torch, trajpack
+            >>> turns = [trajpack.Turn([1, 2, 3], [n], [-0.5 * n]) for n in range(5)]
+            >>> batch = trajpack.pack_tree([trajpack.Trajectory("a", turns)])
+            >>> plan = batch.plan_micro_batches(capacity=6)
+            >>> outputs = [one.rollout_logprobs for one in batch.micro_batches(plan)]
+            >>> torch.equal(batch.merge(plan, outputs), batch.rollout_logprobs)
+            True
         """
         check_plan(plan, self.chains.trie)
         placed = [place_turns(self.chains, turns) for turns in self.chains.turns_at(plan.bounds)]
@@ -315,6 +337,13 @@ class TreeBatch(TreeNodes):
         metrics of this one.
 
         Cost: copies the batch to the host (synchronises), and a pass over the tokens of all chains.
+
+        Example:
+            >>> import trajpack
+            >>> turns = [trajpack.Turn([1, 2], [3], [-0.5]), trajpack.Turn([1, 2], [4], [-1.0])]
+            >>> batch = trajpack.pack_tree([trajpack.Trajectory("a", turns)])
+            >>> batch.input_ids, batch.merged().input_ids
+            (tensor([1, 2, 3, 4]), tensor([1, 2, 3, 1, 2, 4]))
         """
         tree = self.to("cpu")
         entries, (trie, place, begin, end, _) = tree.entries, tree.chains

@@ -258,6 +258,15 @@ class TreeNodes(LogprobMethods):
             ValueError: If ``window`` is below 1.
 
         Cost: a few operations over ``nodes²`` entries.
+
+        Example:
+            >>> import trajpack
+            >>> turns = [trajpack.Turn([1], [2], [-0.5]), trajpack.Turn([1], [3], [-0.5])]
+            >>> batch = trajpack.pack_tree([trajpack.Trajectory("a", turns)])
+            >>> batch.attention_mask().int()[0, 0]
+            tensor([[1, 0, 0],
+                    [1, 1, 0],
+                    [1, 0, 1]], dtype=torch.int32)
         """
         if dtype != torch.bool and not dtype.is_floating_point:
             raise TypeError(f"attention_mask: dtype must be bool or a float dtype, got {dtype}")
@@ -311,6 +320,12 @@ class TreeNodes(LogprobMethods):
             -1 at a root; the depth of its first node.
 
         Cost: some passes over the chains, on the host. No synchronisation.
+
+        Example:
+            >>> import trajpack
+            >>> turns = [trajpack.Turn([1, 2], [3], [-0.5]), trajpack.Turn([1, 2], [4], [-0.5])]
+            >>> trajpack.pack_tree([trajpack.Trajectory("a", turns)]).segments()
+            (array([0, 2, 3, 4]), array([-1,  0,  0]), array([0, 2, 2]))
         """
         trie = self.chains.trie
         starts, places, depths, _ = trie.segments

@@ -36,6 +36,8 @@ COPIED = 2**30
 TINY = {"tiny": np.array([3, 1, 40])}
 CANDIDATE_S = 60
 """Seconds of a block shape at most."""
+SANITIZER = "compute-sanitizer"
+UNDER = ("--error-exitcode", "86")
 Row = dict[str, Any]
 Check = Callable[[], Row]
 
@@ -164,13 +166,45 @@ def _kernels_run(setting: Setting) -> AbstractContextManager[Any]:
     return on_executor() if setting.rehearse else nullcontext()
 
 
-def run_part(part: str, file: Path, setting: Setting) -> int:
-    """Write a row for each check of a part when it has ended; return 0 if none failed."""
-    said = machine.describe(f"python -m benchmarks.device_checks {part} {file}")
+def in_shares(asked: argparse.Namespace) -> int:
+    """Run a part in processes, each with a share of the checks; put their rows into one file."""
+    file = Path(asked.rest[0])
+    before = [SANITIZER, "--tool", asked.sanitizer, *UNDER] if asked.sanitizer else []
+    shares = [file.with_suffix(f".{share}.json") for share in range(asked.shares)]
+    for one in shares:
+        one.unlink(missing_ok=True)
+    processes = []
+    for share, own in enumerate(shares):
+        command = [sys.executable, "-m", "benchmarks.device_checks", asked.part, str(own)]
+        command += ["--share", str(share), str(asked.shares)]
+        command += ["--rehearse"] if asked.rehearse else []
+        processes.append(subprocess.Popen([*before, *command], cwd=machine.ROOT))
+    status = max(abs(process.wait()) for process in processes)
+    written = [json.loads(one.read_text()) for one in shares if one.exists()]
+    rows = [row for one in written for row in one["rows"]]
+    if written:
+        said = {"command": command_of(asked.part, file), "rows": rows}
+        file.write_text(json.dumps(written[0] | said, indent=1) + "\n")
+        for one in shares:
+            one.unlink(missing_ok=True)
+    print(f"{asked.part}: {len(rows)} checks in {len(shares)} processes, status {status}")
+    return status
+
+
+def command_of(part: str, file: Path) -> str:
+    return f"python -m benchmarks.device_checks {part} {file}"
+
+
+def run_part(part: str, file: Path, setting: Setting, share: tuple[int, int] = (0, 1)) -> int:
+    """Write a row for each check of a part when it has ended; return 0 if none failed.
+
+    Of ``share`` (i, n) every n-th check is run, from the i-th on.
+    """
+    said = machine.describe(command_of(part, file))
     rows: list[Row] = []
     file.parent.mkdir(parents=True, exist_ok=True)
     with _kernels_run(setting):
-        for name, check in PARTS[part](setting):
+        for name, check in islice(PARTS[part](setting), share[0], None, share[1]):
             try:
                 found = {"outcome": "passed"} | check()
             except Exception as error:  # noqa: BLE001 - the others are of worth without it
@@ -190,10 +224,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("part", choices=[*PARTS, "shape"])
     parser.add_argument("rest", nargs="+", help="the file; for a shape its kernel, block, threads")
     parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--shares", type=int, default=1, help="processes among which to deal")
+    parser.add_argument("--share", type=int, nargs=2, default=(0, 1), help="one of how many")
+    parser.add_argument("--sanitizer", help="the tool of compute-sanitizer to run under")
     asked = parser.parse_args(arguments)
+    if asked.shares > 1 or asked.sanitizer:
+        return in_shares(asked)
     setting = Setting(rehearse=asked.rehearse)
     if asked.part != "shape":
-        return run_part(asked.part, Path(asked.rest[0]), setting)
+        return run_part(asked.part, Path(asked.rest[0]), setting, asked.share)
     kernel, block, threads = asked.rest
     print(json.dumps(time_shape(kernel, int(block), int(threads), setting)))
     return 0

@@ -2,14 +2,17 @@
 
 `benchmarks.device_checks` has rates of copies, every kernel beside its reference (also under
 compute-sanitizer), waits, graphs and block shapes. Then come the GPU tests, and the benchmarks of
-the device path. Each part has a time limit, and a part that fails stops no other. A part writes its
-results to ``hardware/<part>``, row by row. ``hardware.json`` has the outcome of each part, and
-GPU, versions, commit and command; ``build/hardware`` gets what each part printed.
+the device path. Parts that time run alone, others beside each other. Each part has a time limit,
+and a part that fails stops no other. A part writes its results to ``hardware/<part>``, row by row.
+``hardware.json`` has the outcome of each part, and GPU, versions, commit and command;
+``build/hardware`` gets what each part printed.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import json
 import os
 import shutil
@@ -19,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import machine
+from benchmarks import device_checks, machine
 from benchmarks.report import RESULTS
 
 LOGS = machine.ROOT / "build" / "hardware"
@@ -46,6 +50,10 @@ class Part(NamedTuple):
     environment: dict[str, str] = {}  # noqa: RUF012 - it is not changed
     needs: Sequence[str] = ("triton", "pytest")
     """Modules; torch is there."""
+    program: str = sys.executable
+    """What is needed beside them."""
+    beside: bool = False
+    """Whether it runs beside its neighbours: it times nothing."""
 
 
 BENCHMARKS = {
@@ -66,20 +74,28 @@ LIMIT_S = 480
 def parts(results: Path = RESULTS, *, rehearse: bool = False) -> list[Part]:
     """Return all parts, those with the cheapest evidence first; tiny ones for a rehearsal."""
     tiny = ["--rehearse"] if rehearse else []
+    cores = os.cpu_count() or 1
     tests = (sys.executable, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider")
+    workers = ("-n", "4") if find_spec("xdist") and cores > 8 else ()
     benchmarks = sorted(
         str(path.relative_to(machine.ROOT))
         for path in (machine.ROOT / "benchmarks").glob("*/bench_*_gpu.py")
     )
 
-    def checked(name: str, *before: str, checks: str = "", **options: Any) -> Part:
+    def checked(name: str, *more: str, checks: str = "", **options: Any) -> Part:
         file = str(results / "hardware" / f"{name}.json")
         command = (sys.executable, "-m", "benchmarks.device_checks", checks or name, file)
-        return Part(name, LIMIT_S, (*before, *command, *tiny), **options)
+        return Part(name, LIMIT_S, (*command, *more, *tiny), **options)
+
+    def in_shares(count: int) -> tuple[str, ...]:
+        return "--shares", str(max(1, min(count, cores)))
 
     def sanitized(tool: str) -> Part:
-        before = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "86")
-        return checked(tool, *before, checks="kernels", environment=UNCACHED)
+        more = (*in_shares(3), "--sanitizer", tool)
+        needed = device_checks.SANITIZER
+        return checked(
+            tool, *more, checks="kernels", environment=UNCACHED, program=needed, beside=True
+        )
 
     def timed(name: str, chosen: str) -> Part:
         kept = str(results / "hardware" / name)
@@ -88,21 +104,20 @@ def parts(results: Path = RESULTS, *, rehearse: bool = False) -> list[Part]:
 
     timings = [timed(name, chosen) for name, chosen in BENCHMARKS.items()]
     return [
-        *(checked(name) for name in ("copies", "kernels")),
+        checked("copies"),
+        checked("kernels", *in_shares(12)),  # compiles what the others find in Triton's cache
         *(sanitized(tool) for tool in ("memcheck", "racecheck", "initcheck")),
-        *(checked(name) for name in ("sync", "graphs")),
-        *timings[:2],
+        *(checked(name, beside=True) for name in ("sync", "graphs")),
+        Part("tests", LIMIT_S, (*tests, *workers, "-m", "gpu", "tests/gpu"), beside=True),
+        *timings,
         checked("shapes"),
-        *timings[2:],
-        Part("tests", LIMIT_S, (*tests, "-m", "gpu", "tests/gpu")),
     ]
 
 
 def lacks(part: Part) -> str:
     """Say what a part needs and is not there; nothing where all is."""
-    program = part.command[0]
-    if shutil.which(program, path=os.pathsep.join(TOOLS)) is None:
-        return f"{program} is not on the PATH"
+    if shutil.which(part.program, path=os.pathsep.join(TOOLS)) is None:
+        return f"{part.program} is not on the PATH"
     return ", ".join(f"{one} is not installed" for one in part.needs if find_spec(one) is None)
 
 
@@ -139,7 +154,7 @@ def run(part: Part, logs: Path) -> dict[str, Any]:
     assert process.stdout is not None
     with process.stdout, (logs / f"{part.name}.log").open("w") as log:
         for line in process.stdout:
-            print(line, end="", flush=True)
+            print(f"{part.name}: {line}", end="", flush=True)
             log.write(line)
             last = line.strip() or last
             if line.startswith(TOLD):
@@ -162,9 +177,13 @@ def run_all(wanted: Sequence[Part], command: str, results: Path, logs: Path) -> 
     file = results / "hardware.json"
     kept = json.loads(file.read_text())["parts"] if file.exists() else []
     found: list[dict[str, Any]] = []
-    for part in wanted:
-        print(f"== {part.name}: at most {part.limit_s:g} s", flush=True)
-        found.append(run(part, logs) | {"commit": machine.commit()})
+    neighbours = itertools.groupby(enumerate(wanted), lambda one: one[1].beside or one[0])
+    for _, group in neighbours:
+        together = [part for _, part in group]
+        print("==", *(f"{part.name}: at most {part.limit_s:g} s;" for part in together), flush=True)
+        with ThreadPoolExecutor(len(together)) as pool:
+            for record in pool.map(functools.partial(run, logs=logs), together):
+                found.append(record | {"commit": machine.commit()})
         results.mkdir(parents=True, exist_ok=True)
         again = {one["part"] for one in found}
         said = machine.describe(command)

@@ -22,6 +22,10 @@ FLUSH_BYTES = 2**28
 """Read between runs, to leave nothing of the inputs in the cache: four times an H200's. Lines that
 were read are dropped by the timed work; lines that were written, it would have to write back."""
 MOST_RUNS = 15
+SHARE_S = 0.2
+"""Seconds for the runs of each kind."""
+SLOW_S = 0.25
+"""Seconds of a rival's run that is then its only one: of a loop over tokens, say."""
 COUNTED_BELOW = 0.05
 """Seconds of a run from which a rival's launches are not counted: there are too many."""
 UNKNOWN = {"launches": None, "copies": None, "waits": None}
@@ -98,10 +102,13 @@ def sending(num_bytes: int, device: str) -> tuple[Work, Callable[[Any], None]]:
 def measure(contender: Contender, device: str) -> dict[str, Any]:
     """Return the median milliseconds of each kind, counts, and the most memory it took.
 
-    ``None`` stands where a kind cannot be had; ``graph_note`` then says why.
+    ``None`` stands where a kind cannot be had; ``graph_note`` then says why. A rival whose run
+    takes longer than `SLOW_S` has wall time alone, of that run.
     """
     work = contender.work
-    runs = _Runs(work, contender.release)
+    runs = _Runs(work, contender.release, torch.cuda.synchronize if device != "cpu" else None)
+    if runs.took > SLOW_S and not contender.is_ours:
+        return {"wall_ms": 1e3 * runs.took}
     if device == "cpu":
         return {"wall_ms": runs.median(lambda: _enqueue_and_wall(work, lambda: None)[1])}
     both = runs.several(lambda: _enqueue_and_wall(work, torch.cuda.synchronize))
@@ -142,15 +149,19 @@ def peak_mib(work: Work) -> float:
 
 
 class _Runs:
-    """As many runs as fit a second, from 3 to 15, after one that is not counted."""
+    """As many runs as fit `SHARE_S`, from 3 to 15, after one that is not counted."""
 
-    def __init__(self, work: Work, release: Callable[[], None] | None) -> None:
+    def __init__(
+        self, work: Work, release: Callable[[], None] | None, wait: Callable[[], None] | None
+    ) -> None:
         self._release = release
         begin = time.perf_counter()
         work()
-        self._released()
+        if wait:
+            wait()
         self.took = time.perf_counter() - begin
-        self._repeats = max(3, min(MOST_RUNS, int(1 / max(self.took, 1e-9))))
+        self._released()
+        self._repeats = max(3, min(MOST_RUNS, int(SHARE_S / max(self.took, 1e-9))))
 
     def several(self, run: Callable[[], Any], repeats: int | None = None) -> list[Any]:
         results = []

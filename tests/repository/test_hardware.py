@@ -54,7 +54,7 @@ def test_a_part_that_fails_or_hangs_stops_no_other(tmp_path: Path, capsys: Any) 
     wanted = [
         python("fails", "print('1 failed'); raise SystemExit(3)"),
         python("hangs", HANGS, limit_s=1),
-        Part("absent", 60, ("no-such-program", "tests")),
+        python("absent", "")._replace(program="no-such-program"),
         python("passes", "print('5 passed'); print()"),
     ]
     assert run_all(wanted, "python -m benchmarks.hardware", tmp_path / "results", tmp_path) == 1
@@ -76,7 +76,7 @@ def test_a_part_that_fails_or_hangs_stops_no_other(tmp_path: Path, capsys: Any) 
 
 
 def test_all_that_passed_or_was_left_out_is_a_success(tmp_path: Path) -> None:
-    wanted = [python("passes", ""), Part("absent", 1, ("no-such-program",))]
+    wanted = [python("passes", ""), python("absent", "")._replace(program="no-such-program")]
     assert run_all(wanted, "", tmp_path, tmp_path) == 0
 
 
@@ -104,8 +104,8 @@ def test_what_failed_is_told(tmp_path: Path) -> None:
 def test_the_cheapest_evidence_comes_first() -> None:
     names = [part.name for part in hardware.parts()]
     assert names == [
-        "copies", "kernels", "memcheck", "racecheck", "initcheck", "sync", "graphs", "build",
-        "scans", "shapes", "weights", "pack", "enqueue", "sums", "logprobs", "moves", "tests",
+        "copies", "kernels", "memcheck", "racecheck", "initcheck", "sync", "graphs", "tests",
+        "build", "scans", "weights", "pack", "enqueue", "sums", "logprobs", "moves", "shapes",
     ]  # fmt: skip
     assert all(0 < part.limit_s <= 480 for part in hardware.parts())
 

@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import islice, product
 from pathlib import Path
@@ -34,8 +36,8 @@ MIXES = ((1, 1), (1, 6))
 """Bytes read and written by a copy, in proportion: 50 and 86 % are writes."""
 COPIED = 2**30
 TINY = {"tiny": np.array([3, 1, 40])}
-CANDIDATE_S = 60
-"""Seconds of a block shape at most."""
+CANDIDATE_S = 240
+"""Seconds of a block shape at most, its wait for the others included."""
 SANITIZER = "compute-sanitizer"
 UNDER = ("--error-exitcode", "86")
 Row = dict[str, Any]
@@ -103,12 +105,13 @@ def graphs(setting: Setting) -> Iterator[tuple[Row, Check]]:
 
 
 def candidates() -> list[tuple[str, int, int]]:
-    """Return name, block and threads of the scans' rows, and of shapes around them."""
+    """Return name, block and threads of the row of the scan of `gae`, and of shapes around it."""
+    name = "credit_scan"
+    around = product(*([n, n // 2, 2 * n, 4 * n] for n in block_shapes.SHAPES[name][:2]))
     return [
         (name, block, threads)
-        for name, shape in block_shapes.SHAPES.items()
-        for block, threads in product(*([n, n // 2, 2 * n, 4 * n] for n in shape[:2]))
-        if "scan" in name and threads >= 32 and 1 <= block // threads <= 16
+        for block, threads in around
+        if threads >= 32 and 1 <= block // threads <= 16
     ]
 
 
@@ -139,7 +142,16 @@ def time_shape(name: str, block: int, threads: int, setting: Setting) -> Row:
         small = next(iter(setting.small.values()))
         drawn = (Drawn(small, device) for device in ("cpu", setting.device))
         compared(*(dict(counted_calls(given))["gae"] for given in drawn))
-        return {name: regimes(lengths, setting) for name, lengths in setting.full.items()}
+        with alone():
+            return {name: regimes(lengths, setting) for name, lengths in setting.full.items()}
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Wait until no other process measures: they compile beside each other."""
+    with Path(tempfile.gettempdir(), "trajpack-measures").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def regimes(lengths: Lengths, setting: Setting) -> Row:

@@ -34,6 +34,8 @@ from benchmarks import device_checks, machine
 from benchmarks.report import RESULTS
 
 LOGS = machine.ROOT / "build" / "hardware"
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""Of processes beside others, whose references would else take every core."""
 UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 """Each tensor then has memory of its own, so that an access beside it is noticed."""
 TOOLS = [*os.environ.get("PATH", "").split(os.pathsep), "/usr/local/cuda/bin"]
@@ -62,6 +64,7 @@ BENCHMARKS = {
     "weights": "bench_weights",
     "pack": "bench_pack_on_the_device",
     "enqueue": "bench_size_on_the_device",
+    "credit": "bench_estimators",
     "sums": "bench_group or bench_reductions",
     "logprobs": "bench_logprobs",
     "moves": "bench_pad or bench_gather or bench_unpad or bench_micro",
@@ -76,7 +79,7 @@ def parts(results: Path = RESULTS, *, rehearse: bool = False) -> list[Part]:
     tiny = ["--rehearse"] if rehearse else []
     cores = os.cpu_count() or 1
     tests = (sys.executable, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider")
-    workers = ("-n", "4") if find_spec("xdist") and cores > 8 else ()
+    workers = ("-n", "8") if find_spec("xdist") and cores > 8 else ()
     benchmarks = sorted(
         str(path.relative_to(machine.ROOT))
         for path in (machine.ROOT / "benchmarks").glob("*/bench_*_gpu.py")
@@ -91,11 +94,9 @@ def parts(results: Path = RESULTS, *, rehearse: bool = False) -> list[Part]:
         return "--shares", str(max(1, min(count, cores)))
 
     def sanitized(tool: str) -> Part:
-        more = (*in_shares(3), "--sanitizer", tool)
-        needed = device_checks.SANITIZER
-        return checked(
-            tool, *more, checks="kernels", environment=UNCACHED, program=needed, beside=True
-        )
+        more = (*in_shares(2), "--sanitizer", tool)
+        rest = {"program": device_checks.SANITIZER, "beside": True}
+        return checked(tool, *more, checks="kernels", environment=ONE_THREAD | UNCACHED, **rest)
 
     def timed(name: str, chosen: str) -> Part:
         kept = str(results / "hardware" / name)
@@ -105,12 +106,15 @@ def parts(results: Path = RESULTS, *, rehearse: bool = False) -> list[Part]:
     timings = [timed(name, chosen) for name, chosen in BENCHMARKS.items()]
     return [
         checked("copies"),
-        checked("kernels", *in_shares(12)),  # compiles what the others find in Triton's cache
+        # compiles what the others find in Triton's cache
+        checked("kernels", *in_shares(12), environment=ONE_THREAD),
         *(sanitized(tool) for tool in ("memcheck", "racecheck", "initcheck")),
-        *(checked(name, beside=True) for name in ("sync", "graphs")),
-        Part("tests", LIMIT_S, (*tests, *workers, "-m", "gpu", "tests/gpu"), beside=True),
+        *(checked(name, environment=ONE_THREAD, beside=True) for name in ("sync", "graphs")),
+        Part(
+            "tests", LIMIT_S, (*tests, *workers, "-m", "gpu", "tests/gpu"), ONE_THREAD, beside=True
+        ),
         *timings,
-        checked("shapes"),
+        checked("shapes", *in_shares(len(device_checks.candidates()))),
     ]
 
 

@@ -52,10 +52,15 @@ def hardware() -> dict[str, Any]:
 
 @functools.cache
 def commit() -> str:
-    """Return the commit, marked where the product or a benchmark was changed after it."""
+    """Return the commit, marked where the product or a benchmark was changed after it.
+
+    ``COMMIT`` in the environment names that of a copy without its history.
+    """
+    if given := os.environ.get("COMMIT"):
+        return given
     head = _git("rev-parse", "--short=12", "HEAD")
     if not head:
-        return os.environ.get("COMMIT", "unknown")
+        return "unknown"
     sources = ("kernels", "packing", "src", "benchmarks", ":!benchmarks/results")
     return head + (" and changes" if _git("status", "--porcelain", "--", *sources) else "")
 

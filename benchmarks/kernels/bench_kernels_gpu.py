@@ -114,6 +114,15 @@ def bench_group_advantages_on_the_device(keep, size, workload):
     keep(hold_on_device(*groups_contest(workload, (size.scaled(count), members), size.device)))
 
 
+@pytest.mark.parametrize("name", groups_job.ESTIMATORS)
+def bench_estimators_on_the_device(keep, size, name):
+    lengths = size.cut(WHOLE[groups_job.BATCH])
+    contest, entrants = groups_job.batch_contest(name, lengths, size.device)
+    read, written = (9, 8) if groups_job.ESTIMATORS[name][1] else (1, 8)
+    moved = read * contest.tokens, written * contest.tokens
+    keep(hold_on_device(contest, entrants, moved, size.device))
+
+
 @pytest.mark.parametrize("workload", EVEN_SEQUENCES)
 @pytest.mark.parametrize("make", [segments_contest, whiten_contest])
 def bench_reductions_on_the_device(keep, size, make, workload):

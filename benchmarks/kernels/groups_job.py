@@ -5,12 +5,16 @@ Ids of groups and of segments, made from boundaries alone, are made beforehand a
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from benchmarks.contest import OURS, Contender, Contest
+from benchmarks.workloads import filled, single_turns
+from trajpack import GAE, GRPO, TurnGAE
 from trajpack.kernels.groups.group_recipes import grpo
 from trajpack.kernels.reduce.segment_reduce import segment_sum
 from trajpack.kernels.reduce.whiten import whiten
@@ -19,6 +23,14 @@ from trajpack.testing import boundaries
 GROUPS, SEGMENTS, WHITEN = "grpo of scores", "segment_sum of tokens", "whiten tokens"
 GROUP_SIZES = {"512 groups of 16": (512, 16), "8,192 groups of 8": (8192, 8)}
 EPS = 1e-6
+BATCH = "A: 4,096 of U(50, 4000)"
+ESTIMATORS = {
+    "GRPO": (GRPO(), False),
+    "GAE": (GAE(0.99, 0.95), True),
+    "GAE, whitened": (GAE(0.99, 0.95, whiten=True), True),
+    "turn-level GAE": (TurnGAE(), True),
+}
+"""By name, and whether it needs values."""
 TUNED = {"tunes_threads": True}
 
 
@@ -88,6 +100,25 @@ def groups_contest(workload, shape, device="cpu", **options):
     if device == "cpu":  # on a device it waits for each member
         entrants.append(Contender("lists of groups, as verl's", by_members(scores, ids), wrote))
     return Contest(GROUPS, workload, len(ids), close_to(expected), **options), entrants
+
+
+def batch_contest(name, lengths, device="cpu", **options):
+    """Return the contest of an estimator's advantages of a packed batch, groups of eight."""
+    trajectories = [replace(one, group=str(i // 8)) for i, one in enumerate(single_turns(lengths))]
+    tokens = int(lengths.sum())
+    values = torch.randn(tokens, generator=torch.Generator().manual_seed(18))
+    estimator, needs_values = ESTIMATORS[name]
+
+    def given(device):
+        batch = filled(trajectories, device).pack("turns")
+        beside = {"values": values.to(device)} if needs_values else {}
+        return functools.partial(batch.with_advantages, estimator, **beside)
+
+    expected = given("cpu")(impl="torch").advantages
+    work = given(device)
+    entrants = [Contender(OURS, lambda: work().advantages, "advantages, returns")]
+    job = f"advantages of a batch, {name}"
+    return Contest(job, BATCH, tokens, close_to(expected), **options), entrants
 
 
 def segments_contest(workload, lengths, device="cpu", **options):

@@ -105,7 +105,8 @@ def test_the_cheapest_evidence_comes_first() -> None:
     names = [part.name for part in hardware.parts()]
     assert names == [
         "copies", "kernels", "memcheck", "racecheck", "initcheck", "sync", "graphs", "tests",
-        "build", "scans", "weights", "pack", "enqueue", "sums", "logprobs", "moves", "shapes",
+        "build", "scans", "weights", "pack", "enqueue", "credit", "sums", "logprobs", "moves",
+        "shapes",
     ]  # fmt: skip
     assert all(0 < part.limit_s <= 480 for part in hardware.parts())
 

@@ -15,6 +15,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -39,8 +40,8 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 """Each tensor then has memory of its own, so that an access beside it is noticed."""
 TOOLS = [*os.environ.get("PATH", "").split(os.pathsep), "/usr/local/cuda/bin"]
-TOLD = ("FAILED", "ERROR", "=========")
-"""Beginnings of the lines that say what failed."""
+TOLD = re.compile(r"(\[gw\d+\].*)?\b(FAILED|ERROR)\b|=========")
+"""Begins the lines that say what failed."""
 
 
 class Part(NamedTuple):
@@ -78,7 +79,7 @@ def parts(results: Path = RESULTS, *, rehearse: bool = False) -> list[Part]:
     """Return all parts, those with the cheapest evidence first; tiny ones for a rehearsal."""
     tiny = ["--rehearse"] if rehearse else []
     cores = os.cpu_count() or 1
-    tests = (sys.executable, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider")
+    tests = (sys.executable, "-m", "pytest", "-W", "default", "-p", "no:cacheprovider")
     workers = ("-n", "8") if find_spec("xdist") and cores > 8 else ()
     benchmarks = sorted(
         str(path.relative_to(machine.ROOT))
@@ -100,7 +101,7 @@ def parts(results: Path = RESULTS, *, rehearse: bool = False) -> list[Part]:
 
     def timed(name: str, chosen: str) -> Part:
         kept = str(results / "hardware" / name)
-        command = (*tests, *benchmarks, "-k", chosen, "--results", kept, *tiny)
+        command = (*tests, "-q", *benchmarks, "-k", chosen, "--results", kept, *tiny)
         return Part(name, LIMIT_S, command)
 
     timings = [timed(name, chosen) for name, chosen in BENCHMARKS.items()]
@@ -111,7 +112,11 @@ def parts(results: Path = RESULTS, *, rehearse: bool = False) -> list[Part]:
         *(sanitized(tool) for tool in ("memcheck", "racecheck", "initcheck")),
         *(checked(name, environment=ONE_THREAD, beside=True) for name in ("sync", "graphs")),
         Part(
-            "tests", LIMIT_S, (*tests, *workers, "-m", "gpu", "tests/gpu"), ONE_THREAD, beside=True
+            "tests",
+            LIMIT_S,
+            (*tests, "-v", *workers, "-m", "gpu", "tests/gpu"),  # names at once what fails
+            ONE_THREAD,
+            beside=True,
         ),
         *timings,
         checked("shapes", *in_shares(len(device_checks.candidates()))),
@@ -161,7 +166,7 @@ def run(part: Part, logs: Path) -> dict[str, Any]:
             print(f"{part.name}: {line}", end="", flush=True)
             log.write(line)
             last = line.strip() or last
-            if line.startswith(TOLD):
+            if TOLD.match(line):
                 told.append(line.rstrip())
     status = process.wait()
     timer.cancel()

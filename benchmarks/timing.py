@@ -29,6 +29,10 @@ SLOW_S = 0.25
 COUNTED_BELOW = 0.05
 """Seconds of a run from which a rival's launches are not counted: there are too many."""
 UNKNOWN = {"launches": None, "copies": None, "waits": None}
+MOST_KERNELS = 8
+"""Kernels whose times are kept."""
+MOST_NAMED = 60
+"""Letters of a kernel's name that are kept."""
 MOST_ROWS = 8
 """Rows that a copy reads or writes at most."""
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "hipStreamSynchronize")
@@ -116,7 +120,7 @@ def measure(contender: Contender, device: str) -> dict[str, Any]:
     cold = runs.median(lambda: _gpu(work, hidden, cold=True))
     warm = runs.median(lambda: _gpu(work, hidden, cold=False))
     (peak,) = runs.several(lambda: peak_mib(work), repeats=1)
-    counts: dict[str, int | None] = dict(UNKNOWN)
+    counts: dict[str, Any] = dict(UNKNOWN)
     if contender.is_ours or runs.took < COUNTED_BELOW:
         (counts,) = runs.several(lambda: launches(work), repeats=1)
     if contender.on_host:
@@ -243,8 +247,8 @@ def graph_ms(work: Work) -> tuple[float | None, str]:
     return took, ""
 
 
-def launches(work: Work) -> dict[str, int | None]:
-    """Count kernels, copies and host waits of one call, with the profiler."""
+def launches(work: Work) -> dict[str, Any]:
+    """Count kernels, copies and host waits of one call, with the profiler, and time kernels."""
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
@@ -253,7 +257,18 @@ def launches(work: Work) -> dict[str, int | None]:
         work()
         torch.cuda.synchronize()
     on_device = torch.autograd.DeviceType.CUDA
-    return count((event.name, event.device_type == on_device) for event in profiled.events())
+    events = [(event.name, event.device_type == on_device) for event in profiled.events()]
+    timed = ((e.name, e.device_time_total) for e in profiled.events() if e.device_type == on_device)
+    return count(events) | {"kernels_us": longest(timed)}
+
+
+def longest(timed: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Return the microseconds of the kernels that take longest together, by name."""
+    found: dict[str, float] = {}
+    for name, took in timed:
+        found[name[:MOST_NAMED]] = found.get(name[:MOST_NAMED], 0.0) + took
+    names = sorted(found, key=lambda name: -found[name])[:MOST_KERNELS]
+    return {name: round(found[name], 2) for name in names}
 
 
 def count(events: Iterable[tuple[str, bool]]) -> dict[str, int | None]:

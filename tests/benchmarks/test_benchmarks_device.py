@@ -161,6 +161,12 @@ def test_launches_of_a_rival_that_takes_long_are_not_counted(monkeypatch):
     assert timing.measure(Contender(OURS, says("done"), "all"), "cuda")["launches"] == 2
 
 
+def test_kernels_that_take_longest_together_are_kept(monkeypatch):
+    monkeypatch.setattr(timing, "MOST_KERNELS", 2)
+    timed = [("build_kernel", 3.0), ("scan_kernel", 2.5), ("fill", 4.0), ("scan_kernel", 2.5)]
+    assert timing.longest(timed) == {"scan_kernel": 5.0, "fill": 4.0}
+
+
 def test_launches_copies_and_waits_are_counted_by_name():
     on_device = ["build_kernel", "Memcpy HtoD (Pinned -> Device)", "Memset (Device)", "sum_kernel"]
     on_host = ["cuLaunchKernelEx", "cudaStreamSynchronize", "cudaDeviceSynchronize", "aten::add"]

@@ -96,6 +96,11 @@ def block_shape(kernel: str, architecture: str = DEFAULT) -> BlockShape:
     return SHAPES.get(f"{kernel} on {architecture}", SHAPES[kernel])
 
 
+def cdiv(entries: int, block: int) -> int:
+    """Return the number of blocks for ``entries``. Triton's serves kernels too, and is slow."""
+    return -(-entries // block)
+
+
 @cache
 def launch_on(kernel: str, device: int) -> Launch:
     """Return the launch of ``kernel`` on a device, given by its ``torch.Tensor.get_device()``."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from typing import Any, Literal, TypeAlias
 
 import torch
+from torch.autograd import forward_ad
 
 Impl: TypeAlias = Literal["auto", "torch", "triton"]
 
 LIBRARY = torch.library.Library("trajpack", "DEF")
 """The torch library that holds all ops of this package: ``torch.ops.trajpack.<name>``."""
+_RUNS: dict[str, Callable[..., Any]] = {}
+"""Implementation of each op."""
+_PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
+_NO_TENSORS = frozenset((type(None), bool, int, float, str))
 
 
 try:
@@ -35,6 +40,7 @@ def register_op(
     see ``torch.library.register_autograd``; an op without ``backward`` is constant.
     """
     name = schema.partition("(")[0]
+    _RUNS[name] = run
     LIBRARY.define(schema)
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"trajpack::{name}", fake, lib=LIBRARY)
@@ -42,6 +48,46 @@ def register_op(
         torch.library.register_autograd(
             f"trajpack::{name}", backward, setup_context=setup_context, lib=LIBRARY
         )
+
+
+def call_op(name: str, *arguments: Any) -> Any:
+    """Call an op by its name, by position.
+
+    The dispatcher of torch takes as long as a launch. It has to do with a call only where a
+    gradient is recorded, something traces, transforms or profiles, or a tensor is of a subclass or
+    on the meta device; in all other calls the implementation is called directly.
+    """
+    if _is_plain() and not _concern_dispatcher(arguments):
+        return _RUNS[name](*arguments)
+    return getattr(torch.ops.trajpack, name)(*arguments)
+
+
+def _is_plain() -> bool:
+    """Return whether nothing traces, transforms or profiles what is called."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or torch.autograd.profiler._is_profiler_enabled
+    )
+
+
+def _concern_dispatcher(arguments: Iterable[Any]) -> bool:
+    """Return whether a tensor needs a gradient, has no memory, or is of a subclass."""
+    records = torch.is_grad_enabled()
+    for argument in arguments:
+        kind = type(argument)
+        if kind in _PLAIN_TENSORS:
+            if argument.is_meta or (records and argument.requires_grad):
+                return True
+        elif kind in (list, tuple):
+            if _concern_dispatcher(argument):
+                return True
+        elif kind not in _NO_TENSORS and isinstance(argument, torch.Tensor):
+            return True
+    return False
 
 
 def resolve_impl(op: str, impl: Impl, tensor: torch.Tensor) -> Literal["torch", "triton"]:

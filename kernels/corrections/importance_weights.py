@@ -15,7 +15,7 @@ from trajpack.kernels.corrections.slots import (
     slots_of_tokens,
     sum_logarithms,
 )
-from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
+from trajpack.kernels.dispatch import Impl, call_op, register_op, resolve_impl
 from trajpack.kernels.reduce.segment_reduce import check_segments, owners_of_entries
 from trajpack.kernels.validation import (
     check_choice,
@@ -312,7 +312,8 @@ def weigh_tokens(
     if not correction.needs_segments:
         places = None
     *tables, num_segments, num_slots = places or Places(None, None, None, 0, 0)
-    weights, metrics = torch.ops.trajpack.importance_weights(
+    weights, metrics = call_op(
+        "importance_weights",
         [one.detach().contiguous() for one in (logprobs, rollout_logprobs, loss_mask)],
         [None if one is None else one.contiguous() for one in tables],
         [num_segments, num_slots],

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trajpack.kernels.block_shapes import DEFAULT, block_shape, launch_on
+from trajpack.kernels.block_shapes import DEFAULT, block_shape, cdiv, launch_on
 from trajpack.kernels.corrections.importance_weights import OF_SEGMENTS
 from trajpack.kernels.corrections.slots import LOG_BOUND, UNIT, Places
 from trajpack.kernels.corrections.slots_triton import (
@@ -290,7 +290,7 @@ def importance_weights_forward(
         if places.ids is not None:
             places = places._replace(ids=aligned(places.ids))
         table = sum_slots(inputs[2], places, *inputs[:2], clamps=rejected in OF_SEGMENTS)
-    num_chunks, num_tiles = triton.cdiv(tokens, CHUNK), triton.cdiv(tokens, TILE)
+    num_chunks, num_tiles = cdiv(tokens, CHUNK), cdiv(tokens, TILE)
     weights = torch.empty(num_tiles * TILE, dtype=torch.float32, device=device)
     partials = torch.empty((PARTIALS, num_chunks), dtype=torch.float64, device=device)
     metrics = torch.empty(SUMS + 2, dtype=torch.float64, device=device)

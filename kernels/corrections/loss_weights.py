@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 
 from trajpack.kernels.corrections.slots import Places, slots_of_tokens
-from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
+from trajpack.kernels.dispatch import Impl, call_op, register_op, resolve_impl
 from trajpack.kernels.validation import check_choice, check_integer, check_number, check_tensor
 
 INTEGERS = (torch.int32, torch.int64)
@@ -130,7 +130,8 @@ def shares_of(
         given = 0.0 if denominator is None else denominator
         on_device = given if isinstance(given, torch.Tensor) else None
         tables = places[1:3] if places else (None, None)
-        weights: torch.Tensor = torch.ops.trajpack.loss_weights(
+        weights: torch.Tensor = call_op(
+            "loss_weights",
             *(None if one is None else one.contiguous() for one in (counts, *tables)),
             on_device,
             0.0 if on_device is not None else float(given),

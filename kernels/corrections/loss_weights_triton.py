@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trajpack.kernels.block_shapes import DEFAULT, block_shape, launch_on
+from trajpack.kernels.block_shapes import DEFAULT, block_shape, cdiv, launch_on
 from trajpack.kernels.corrections.slots import Places
 from trajpack.kernels.corrections.slots_triton import (
     entries_of,
@@ -70,7 +70,7 @@ def loss_weights_forward(
     elif not is_given:
         denominator = counts.sum()
     entries = entries_of(counts, places)
-    tiles = triton.cdiv(entries, TILE)
+    tiles = cdiv(entries, TILE)
     weights = torch.empty(tiles * TILE, dtype=torch.float32, device=counts.device)
     if tiles:
         with torch.cuda.device_of(counts):  # Triton launches on the current device

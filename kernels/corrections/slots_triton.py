@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trajpack.kernels.block_shapes import launch_on
+from trajpack.kernels.block_shapes import cdiv, launch_on
 from trajpack.kernels.corrections.slots import FAR, LOG_BOUND, UNIT, Places
 from trajpack.kernels.search_triton import find_segment, find_segments
 
@@ -163,7 +163,7 @@ def sum_slots(
     launch, entries = launch_on("sum_slots_kernel", counts.get_device()), entries_of(counts, places)
     if entries:
         with torch.cuda.device_of(counts):  # Triton launches on the current device
-            sum_slots_kernel[(triton.cdiv(entries, launch.block),)](
+            sum_slots_kernel[(cdiv(entries, launch.block),)](
                 counts, logprobs, rollout_logprobs, *places, table, entries,
                 int(clamps), WORDS=words, TILE=launch.block, **launch.options,
             )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trajpack.kernels.block_shapes import block_shape
-from trajpack.kernels.dispatch import register_op
+from trajpack.kernels.dispatch import call_op, register_op
 from trajpack.kernels.fields.build import check_runs
 from trajpack.kernels.reduce.segment_reduce import segment_reduce_torch
 from trajpack.kernels.runs import Run
@@ -59,7 +59,7 @@ def scores_of_trajectories(  # noqa: PLR0913 - tables of a batch
     Cost: one launch. No copy, no host synchronisation.
     """
     tables = turn_rewards, turn_truncated, cu_generated, cu_turns, group_ids
-    return Scores(*torch.ops.trajpack.scores_of_trajectories(*tables, given, clip, masks, impl))
+    return Scores(*call_op("scores_of_trajectories", *tables, given, clip, masks, impl))
 
 
 def spread(
@@ -85,9 +85,7 @@ def spread(
     synchronisation.
     """
     rows = values, steps, index, others
-    found: tuple[torch.Tensor, torch.Tensor] = torch.ops.trajpack.spread(
-        *turns, *rows, weight, impl
-    )
+    found: tuple[torch.Tensor, torch.Tensor] = call_op("spread", *turns, *rows, weight, impl)
     return found
 
 

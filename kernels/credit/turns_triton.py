@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trajpack.kernels.block_shapes import launch_on
+from trajpack.kernels.block_shapes import cdiv, launch_on
 from trajpack.kernels.runs import RUN_WIDTH, TILE, Run
 from trajpack.kernels.search_triton import find_segment, find_segments
 
@@ -57,7 +57,7 @@ def scores_forward(
     num_segments = cu_turns.shape[0] - 1
     device = turn_rewards.device
     launch = launch_on("scores_kernel", turn_rewards.get_device())
-    programs = triton.cdiv(num_segments, launch.block)
+    programs = cdiv(num_segments, launch.block)
     scores = torch.empty(num_segments, dtype=torch.float64, device=device)
     lengths = torch.empty(num_segments, dtype=torch.int32, device=device)
     valid = torch.empty(num_segments, dtype=torch.bool, device=device)
@@ -131,13 +131,13 @@ def spread_forward(
     ``rows`` are values, steps, index and others of `trajpack.kernels.credit.turns.spread`.
     """
     values, steps, index, others = rows
-    size = triton.cdiv(num_tokens, TILE) * TILE
+    size = cdiv(num_tokens, TILE) * TILE
     memory = torch.empty(size, dtype=torch.float32, device=runs.device)
     second = torch.empty_like(memory) if others is not None else memory.new_empty(0)
     launch = launch_on("spread_kernel", runs.get_device())
     if num_tokens:
         with torch.cuda.device_of(runs):
-            spread_kernel[(triton.cdiv(num_tokens, launch.block),)](
+            spread_kernel[(cdiv(num_tokens, launch.block),)](
                 runs, values, steps, index, others, memory, second,
                 1 if index is None else index.stride(0), runs.shape[0] - 1, num_tokens, weight,
                 BLOCK=launch.block, **launch.options,

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
+from trajpack.kernels.dispatch import Impl, call_op, register_op, resolve_impl
 from trajpack.kernels.fields.stretches import Array, Ints, copier, count_up
 from trajpack.kernels.runs import MAX_TOKENS, RUN_WIDTH, TILE, Run
 from trajpack.kernels.validation import (
@@ -123,8 +123,13 @@ def build(
     check_tensor(OP, "turn_returns", turn_returns, dtypes=(torch.float32,), device=words.device)
     check_integer(OP, "num_tokens", num_tokens, most=MAX_TOKENS)
     chosen = resolve_impl(OP, impl, words)
-    memory = torch.ops.trajpack.build(
-        words.contiguous(), runs.contiguous(), turn_returns.contiguous(), num_tokens, chosen
+    memory = call_op(
+        "build",
+        words.contiguous(),
+        runs.contiguous(),
+        turn_returns.contiguous(),
+        num_tokens,
+        chosen,
     )
     return fields_of(memory, num_tokens)
 

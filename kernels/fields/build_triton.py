@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trajpack.kernels.block_shapes import launch_on
+from trajpack.kernels.block_shapes import cdiv, launch_on
 from trajpack.kernels.runs import RUN_WIDTH, TILE, Run
 from trajpack.kernels.search_triton import find_segment, find_segments
 
@@ -92,7 +92,7 @@ def write_fields(
         return
     launch = launch_on("build_kernel", words.get_device())
     with torch.cuda.device_of(words):  # Triton launches on the current device
-        build_kernel[(triton.cdiv(num_tokens, launch.block),)](
+        build_kernel[(cdiv(num_tokens, launch.block),)](
             words, runs, turn_returns, memory, runs.shape[0] - 1, num_tokens,
             BLOCK=launch.block, **launch.options,
         )  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trajpack.kernels.block_shapes import launch_on
+from trajpack.kernels.block_shapes import cdiv, launch_on
 from trajpack.kernels.fields.units import Rows
 from trajpack.kernels.runs import RUN_WIDTH, Run
 from trajpack.kernels.search_triton import find_segment, find_segments
@@ -87,7 +87,7 @@ def write_rows(
 ) -> None:
     """Launch the kernel on outputs in whole tiles, which it writes to the end."""
     launch = launch_on("gather_fields_kernel", words.get_device())
-    tiles = sum(triton.cdiv(num_tokens * layout.width, launch.block) for layout in layouts)
+    tiles = sum(cdiv(num_tokens * layout.width, launch.block) for layout in layouts)
     if not tiles:
         return
     widths, units, fills = zip(*layouts, strict=True)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajpack.kernels.dispatch import Impl, check_not_captured, register_op, resolve_impl
+from trajpack.kernels.dispatch import Impl, call_op, check_not_captured, register_op, resolve_impl
 from trajpack.kernels.validation import check_boundaries, check_tensor
 
 OP = "gather_words"
@@ -107,9 +107,7 @@ def gather_words(tensors: Sequence[torch.Tensor], impl: Impl = "auto") -> torch.
     if device.type == "cuda":
         rows = rows.pin_memory()
     # `tensors` keeps the memory alive until the launch is in the stream
-    words: torch.Tensor = torch.ops.trajpack.gather_words(
-        rows.to(device, non_blocking=True), num_words
-    )
+    words: torch.Tensor = call_op("gather_words", rows.to(device, non_blocking=True), num_words)
     return words
 
 

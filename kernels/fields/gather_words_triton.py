@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trajpack.kernels.block_shapes import launch_on
+from trajpack.kernels.block_shapes import cdiv, launch_on
 from trajpack.kernels.fields.gather_words import PIECE_WIDTH, Kind, Piece
 from trajpack.kernels.search_triton import find_segment
 
@@ -83,7 +83,7 @@ def gather_words_kernel(table, words, num_sources, num_words, BLOCK: tl.constexp
 def gather_words_forward(table: torch.Tensor, num_words: int) -> torch.Tensor:
     """Launch the kernel on a contiguous table and cut the stream to ``num_words``."""
     launch = launch_on("gather_words_kernel", table.get_device())
-    tiles = triton.cdiv(num_words, launch.block)
+    tiles = cdiv(num_words, launch.block)
     words = torch.empty(tiles * launch.block, dtype=torch.int32, device=table.device)
     if tiles:
         with torch.cuda.device_of(table):  # Triton launches on the current device

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 
-from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
+from trajpack.kernels.dispatch import Impl, call_op, register_op, resolve_impl
 from trajpack.kernels.validation import (
     check_boundaries,
     check_choice,
@@ -224,7 +224,8 @@ def advantages_of(
     order, groups = None, members.group_ids
     if impl == "triton":
         order, groups = members.order, members.segments
-    advantages: torch.Tensor = torch.ops.trajpack.group_advantages(
+    advantages: torch.Tensor = call_op(
+        "group_advantages",
         *(None if one is None else one.contiguous() for one in (scores, groups, order)),
         members.num_groups,
         *rule[:3],
@@ -379,9 +380,7 @@ def order_by_state(
 
     Cost: one launch without a sort.
     """
-    ordered: tuple[torch.Tensor, torch.Tensor] = torch.ops.trajpack.order_by_state(
-        order, cu_groups, states
-    )
+    ordered: tuple[torch.Tensor, torch.Tensor] = call_op("order_by_state", order, cu_groups, states)
     return ordered
 
 

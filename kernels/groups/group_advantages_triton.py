@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trajpack.kernels.block_shapes import launch_on
+from trajpack.kernels.block_shapes import cdiv, launch_on
 from trajpack.kernels.search_triton import find_segment, find_segments
 
 if TYPE_CHECKING:
@@ -312,7 +312,7 @@ def order_forward(
     if members:
         launch = launch_on("group_advantages_kernel", order.get_device())
         with torch.cuda.device_of(order):
-            order_kernel[(triton.cdiv(members, COMPARED),)](
+            order_kernel[(cdiv(members, COMPARED),)](
                 order, cu_groups, states, ordered, spans, cu_groups.shape[0] - 1, members,
                 COMPARED=COMPARED, **launch.options,
             )  # fmt: skip

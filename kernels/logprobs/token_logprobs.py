@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch.autograd import forward_ad
 
-from trajpack.kernels.dispatch import Impl, resolve_impl
+from trajpack.kernels.dispatch import Impl, call_op, resolve_impl
 from trajpack.kernels.logprobs.logit_statistics import HALVES, transformed
 from trajpack.kernels.logprobs.pair_logits import LOGITS_PER_PAIR, Pairs
 from trajpack.kernels.logprobs.vocabulary_shards import Merged, SummedGradient, shard_of
@@ -293,7 +293,8 @@ class _Head:
 
         Without ``whole`` the first two are any numbers.
         """
-        found = torch.ops.trajpack.logit_statistics(
+        found = call_op(
+            "logit_statistics",
             self.hidden, self.weight, self.bias, self.rows, self.temperature,
             pairs.boundaries, pairs.tokens - self.first, self.softcap, whole, with_mean, self.impl,
         )  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trajpack.kernels.block_shapes import launch_on
+from trajpack.kernels.block_shapes import cdiv, launch_on
 from trajpack.kernels.fields.units import UNITS
 from trajpack.kernels.search_triton import find_segment, find_segments
 
@@ -147,7 +147,7 @@ def _launch(
     memory = source.as_strided((extent,), (1,)).view(UNITS[element])
     launch = launch_on(f"{op}_kernel, elements of {element}", source.get_device())
     tile = launch.block * element
-    tiles = triton.cdiv(prod(shape) * size, tile)
+    tiles = cdiv(prod(shape) * size, tile)
     whole = source.new_empty(tiles * tile // size)
     if tiles:
         with torch.cuda.device_of(source):  # Triton launches on the current device

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
+from trajpack.kernels.dispatch import Impl, call_op, register_op, resolve_impl
 from trajpack.kernels.fields.stretches import copier, count_up, located, slices, taken
 from trajpack.kernels.fields.units import UNITS, Rows, as_rows, layouts_of, rows_of
 from trajpack.kernels.runs import MAX_TOKENS
@@ -119,11 +119,8 @@ class TokenSources:
         _check_table(OP, table, num_tokens, self._sources[0].device)
         check_choice(OP, "positions", positions, ("continue", "zero"))
         chosen = resolve_impl(OP, impl, table)
-        select: Callable[..., list[torch.Tensor]] = torch.ops.trajpack.select_tokens
-        is_traced = type(table) is not torch.Tensor or torch.compiler.is_compiling()
-        if table.device.type == "cpu" and not is_traced:
-            select = _select  # without the overhead of an op, a fifth of the time
-        *units, position_ids, segment_ids = select(
+        *units, position_ids, segment_ids = call_op(
+            "select_tokens",
             self._units,
             table if table.stride(1) == 1 else table.contiguous(),
             num_tokens,
@@ -180,7 +177,7 @@ def merge_tokens(
     _check_table(op, table, num_tokens, rows.device)
     _check_table(op, inverse, rows.shape[0], rows.device)
     tables, chosen = (table.contiguous(), inverse.contiguous()), resolve_impl(op, impl, rows)
-    merged: torch.Tensor = torch.ops.trajpack.merge_tokens(rows, *tables, num_tokens, fill, chosen)
+    merged: torch.Tensor = call_op("merge_tokens", rows, *tables, num_tokens, fill, chosen)
     return merged
 
 
@@ -357,7 +354,7 @@ def _setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     table, inverse = ctx.saved_tensors
     inputs = grad.contiguous(), inverse, table, ctx.num_rows, 0, ctx.impl
-    return torch.ops.trajpack.merge_tokens(*inputs), *[None] * 5
+    return call_op("merge_tokens", *inputs), *[None] * 5
 
 
 register_op(

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trajpack.kernels.block_shapes import launch_on
+from trajpack.kernels.block_shapes import cdiv, launch_on
 from trajpack.kernels.fields.gather_fields_triton import tile_of_rows
 from trajpack.kernels.fields.units import Rows, empty_units
 from trajpack.kernels.rearrange.select_tokens import Segment
@@ -86,7 +86,7 @@ def select_forward(
     launch = launch_on("select_tokens_kernel", table.get_device())
     widths = tuple(row.width for row in rows)
     distinct = tuple(sorted({*widths, *(row.width for row in places)}))
-    tiles = sum(triton.cdiv(num_tokens * width, launch.block) for width in distinct)
+    tiles = sum(cdiv(num_tokens * width, launch.block) for width in distinct)
     if tiles:
         with torch.cuda.device_of(table):  # Triton launches on the current device
             select_tokens_kernel[(tiles,)](

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
+from trajpack.kernels.dispatch import Impl, call_op, register_op, resolve_impl
 from trajpack.kernels.validation import check_max_seqlen, check_segments_within, check_tensor
 
 FLOATS = (torch.float32, torch.float64)
@@ -147,7 +147,7 @@ def _segment_reduce(
         mask = mask.contiguous()
     check_max_seqlen(op, max_seqlen)
     rows, chosen = (x.contiguous(), segments.contiguous(), mask), resolve_impl(op, impl, x)
-    reduced: torch.Tensor = torch.ops.trajpack.segment_reduce(*rows, reduction, chosen, max_seqlen)
+    reduced: torch.Tensor = call_op("segment_reduce", *rows, reduction, chosen, max_seqlen)
     return reduced
 
 
@@ -303,8 +303,8 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         begin, end = _bounds_of_segments(segments, ctx.num_entries)
         count = end - begin
         if counted is not None:
-            count = torch.ops.trajpack.segment_reduce(
-                counted, segments, None, "sum", ctx.impl, ctx.max_seqlen
+            count = call_op(
+                "segment_reduce", counted, segments, None, "sum", ctx.impl, ctx.max_seqlen
             )
         grad = (grad.double() / count.clamp(1)).to(grad.dtype)
     return torch.where(held, grad[owner], 0.0), *[None] * 5

@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trajpack.kernels.block_shapes import block_shape, launch_on
+from trajpack.kernels.block_shapes import block_shape, cdiv, launch_on
 from trajpack.kernels.search_triton import find_segment, find_segments
 
 ROWS = 4
@@ -243,17 +243,17 @@ def segment_reduce_forward(
     partials = counts = None
     with torch.cuda.device_of(x):  # Triton launches on the current device
         if not few and segments.ndim == 1:
-            windows = triton.cdiv(entries, CHUNK)
+            windows = cdiv(entries, CHUNK)
             dtype = torch.float64 if x.is_floating_point() else torch.int64
             if reduction == "max":
                 dtype = {4: torch.int32, 8: torch.int64}[x.element_size()]
             partials = torch.empty((windows, LANES), dtype=dtype, device=x.device)
             if reduction == "mean" and mask is not None:
                 counts = torch.empty((windows, LANES), dtype=torch.int32, device=x.device)
-            chunk_partials_kernel[(triton.cdiv(windows, ROWS),)](
+            chunk_partials_kernel[(cdiv(windows, ROWS),)](
                 rows, marks, segments, partials, counts, entries, num_segments, windows, **options
             )
-        segment_reduce_kernel[(triton.cdiv(num_segments, ROWS),)](
+        segment_reduce_kernel[(cdiv(num_segments, ROWS),)](
             rows, marks, segments, out, partials, counts, entries, num_segments, segments.ndim,
             **options,
         )  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
+from trajpack.kernels.dispatch import Impl, call_op, register_op, resolve_impl
 from trajpack.kernels.validation import check_integer, check_number, check_tensor
 
 OP = "whiten"
@@ -162,7 +162,7 @@ def moments_of(x: torch.Tensor, counts: torch.Tensor, impl: str) -> torch.Tensor
     ``counts`` are a mask, or int32 numbers. Arguments are checked.
     """
     rows = x.contiguous(), counts.contiguous()
-    moments: torch.Tensor = torch.ops.trajpack.masked_moments(*rows, impl)
+    moments: torch.Tensor = call_op("masked_moments", *rows, impl)
     return moments
 
 
@@ -183,8 +183,8 @@ def whiten_by(
     Cost: one launch; with moments of their own another for more than 4,096 entries.
     """
     rows = x.contiguous(), counts.contiguous(), given
-    whitened: tuple[torch.Tensor, torch.Tensor] = torch.ops.trajpack.whiten(
-        *rows, ddof, float(eps), center, impl
+    whitened: tuple[torch.Tensor, torch.Tensor] = call_op(
+        "whiten", *rows, ddof, float(eps), center, impl
     )
     return whitened
 

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trajpack.kernels.block_shapes import block_shape, launch_on
+from trajpack.kernels.block_shapes import block_shape, cdiv, launch_on
 
 CHUNK = block_shape("whiten").block
 """The same on every architecture: it decides the order of the sums, as PARTS does."""
@@ -165,7 +165,7 @@ def whiten_kernel(
 def moments_forward(x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Return moments ``[5]`` of contiguous tensors, in one launch."""
     x, counts = aligned(x), aligned(counts)
-    parts = max(min(triton.cdiv(x.shape[0], CHUNK), PARTS), 1)
+    parts = max(min(cdiv(x.shape[0], CHUNK), PARTS), 1)
     moments = torch.empty(MOMENTS.value * (parts + 1), dtype=torch.float64, device=x.device)
     with torch.cuda.device_of(x):  # Triton launches on the current device
         moments_kernel[(parts,)](
@@ -189,7 +189,7 @@ def whiten_forward(
     One launch with moments that are given, and for one chunk; else two.
     """
     x, counts = aligned(x), aligned(counts)
-    chunks = triton.cdiv(x.shape[0], CHUNK)
+    chunks = cdiv(x.shape[0], CHUNK)
     whitened = torch.empty(chunks * CHUNK, dtype=torch.float32, device=x.device)
     if given is None and chunks != 1:
         given = moments_forward(x, counts)

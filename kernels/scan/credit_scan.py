@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from trajpack.kernels.corrections.penalties import estimate
-from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
+from trajpack.kernels.dispatch import Impl, call_op, register_op, resolve_impl
 from trajpack.kernels.scan.observations import PASSING
 from trajpack.kernels.scan.scan_inputs import Limits, Scan, check_scan_inputs, split_rate
 from trajpack.kernels.validation import check_boundaries, check_segments_within, values_to_check
@@ -141,17 +141,8 @@ def credit_scan(scan: Scan, op: str, impl: str) -> tuple[torch.Tensor, torch.Ten
     copy, no host synchronisation.
     """
     inputs = scan._replace(limits=list(scan.limits))
-    results: tuple[torch.Tensor, torch.Tensor] = torch.ops.trajpack.credit_scan(*inputs, op, impl)
+    results: tuple[torch.Tensor, torch.Tensor] = call_op("credit_scan", *inputs, op, impl)
     return results
-
-
-def run_scan(scan: Scan, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the results of `credit_scan`, whose op costs the host as much again."""
-    if impl == "torch":
-        return credit_scan_reference(scan)
-    from trajpack.kernels.scan.credit_scan_triton import credit_scan_forward
-
-    return credit_scan_forward(scan)
 
 
 def credit_scan_reference(scan: Scan) -> tuple[torch.Tensor, torch.Tensor]:
@@ -410,7 +401,11 @@ def _run(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         check_boundaries(op, scan.cu_seqlens, scan.num_tokens)
     else:
         _check_chunks(op, scan)
-    return run_scan(scan, impl)
+    if impl == "torch":
+        return credit_scan_reference(scan)
+    from trajpack.kernels.scan.credit_scan_triton import credit_scan_forward
+
+    return credit_scan_forward(scan)
 
 
 def _fake(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -39,7 +39,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trajpack.kernels.block_shapes import block_shape, launch_on
+from trajpack.kernels.block_shapes import block_shape, cdiv, launch_on
 from trajpack.kernels.corrections.penalties import KL_ESTIMATORS
 from trajpack.kernels.scan.observations import OBSERVATIONS
 from trajpack.kernels.scan.scan_inputs import KINDS, Limits, Scan
@@ -711,18 +711,18 @@ def launch(scan: Scan, outputs: tuple[torch.Tensor, ...]) -> None:
     arguments = _arguments(scan)
     with torch.cuda.device_of(scan.cu_seqlens):  # Triton launches on the current device
         if min(positions, longest) > LONGEST_WALK:
-            windows = triton.cdiv(positions, ROW)
+            windows = cdiv(positions, ROW)
             numbers = windows * (5 if scan.kind == "vtrace" else 2)
             effects = torch.empty(numbers, dtype=torch.float64, device=scan.cu_seqlens.device)
             effects_kernel[(windows,)](effects=effects, **arguments)
         # a program takes about four blocks of short segments, or one segment
-        width = min(longest, triton.cdiv(positions, max(scan.num_segments, 1))) + EACH.value
+        width = min(longest, cdiv(positions, max(scan.num_segments, 1))) + EACH.value
         share = min(4 * BLOCK // width, LANES.value) if 2 * width <= BLOCK else 1
-        walks = triton.cdiv(scan.num_segments, share)
+        walks = cdiv(scan.num_segments, share)
         if share == 1:
-            walks = triton.cdiv(walks, LANES.value) * LANES.value
+            walks = cdiv(walks, LANES.value) * LANES.value
         fill_ids = None if scan.by_turn else scan.turn_ids
-        tiles = 0 if fill_ids is None else triton.cdiv(num_tokens, BLOCK)
+        tiles = 0 if fill_ids is None else cdiv(num_tokens, BLOCK)
         scan_kernel[(walks + windows + tiles,)](
             outputs=outputs, effects=effects, fill_ids=fill_ids, share=share, num_windows=windows,
             num_tokens=num_tokens, **arguments,

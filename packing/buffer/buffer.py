@@ -13,17 +13,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajpack.kernels.dispatch import Impl, resolve_impl
+from trajpack.kernels.dispatch import Impl, call_op, resolve_impl
 from trajpack.kernels.fields.build import (
     FIELD_DTYPES,
     HostMemory,
-    build_into,
-    empty_memory,
     field_of,
     write_without_kernel,
 )
 from trajpack.kernels.fields.gather_fields import gather_fields
-from trajpack.kernels.scan.credit_scan import credit_scan, run_scan
+from trajpack.kernels.scan.credit_scan import credit_scan
 from trajpack.kernels.scan.scan_inputs import Scan
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.buffer.chains import (
@@ -418,8 +416,6 @@ def returns_of_turns(region: DeviceRegion, counts: Counts, impl: Impl) -> torch.
     cu_turns = region.table("cu_turns", counts.trajectories + 1)
     discounts = region.table("turn_discounts", counts.trajectories)
     scan = Scan(cu_turns, rewards, kind="returns", gammas=discounts, max_seqlen=counts.most_turns)
-    if impl == "triton":  # directly, because a registered op costs the host as much again
-        return run_scan(scan, impl)[0]
     return credit_scan(scan, "discounted_returns", impl)[0]
 
 
@@ -445,11 +441,7 @@ def write_batch(
         write_without_kernel(fields_on_host, words, runs, returns)
         built = fields_on_host._asdict()
     else:
-        if impl == "triton":  # directly, because a registered op costs the host as much again
-            block = empty_memory(tokens, words.device)
-            build_into(block, words, runs, turn_returns=returns, num_tokens=tokens, impl=impl)
-        else:
-            block = torch.ops.trajpack.build(words, runs, returns, tokens, impl)
+        block = call_op("build", words, runs, returns, tokens, impl)
         later = {name: partial(field_of, block, tokens, name) for name in FIELD_DTYPES}
     extra = {}
     if fields:

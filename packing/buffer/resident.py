@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajpack.kernels.dispatch import Impl, check_not_captured, resolve_impl
+from trajpack.kernels.dispatch import Impl, call_op, check_not_captured, resolve_impl
 from trajpack.kernels.fields.gather_words import (
     KINDS,
     MAX_WORDS,
@@ -104,7 +104,7 @@ def _words(
     if not arena.stream.shape[0]:
         return gather_words(pieces, "torch").to(arena.words.device)
     table = arena.stream.view(torch.int64).view(-1, PIECE_WIDTH)
-    words: torch.Tensor = torch.ops.trajpack.gather_words(table, num_words)
+    words: torch.Tensor = call_op("gather_words", table, num_words)
     return words
 
 

@@ -128,10 +128,10 @@ class Recorder:
     def get_device_properties(self, device: int) -> dict[str, int]:
         return {"max_shared_mem": 64 * 1024}
 
-    def load_binary(self, *_: Any) -> tuple[None, int, int, int, int]:
-        return None, 0, 0, 0, 1024
+    def load_binary(self, *_: Any) -> tuple[object, int, int, int, int]:
+        return object(), 0, 0, 0, 1024
 
-    def unload_module(self, _: None) -> None:
+    def unload_module(self, _: object) -> None:
         pass
 
     def launcher_cls(self, source: ASTSource, _: Any) -> Callable[..., None]:

@@ -23,7 +23,7 @@ from tests.kernels.credit.token_loops import (
     vtrace_by_loop,
 )
 from trajpack.kernels.scan import credit_scan_triton
-from trajpack.kernels.scan.credit_scan import run_scan
+from trajpack.kernels.scan.credit_scan import credit_scan
 from trajpack.kernels.scan.observations import PASSING
 from trajpack.kernels.scan.scan_inputs import Limits, Scan
 from trajpack.testing import assert_same_bits, boundaries
@@ -128,7 +128,7 @@ def test_it_equals_the_loop(observation: str, impl: str) -> None:
     case = case_of()
     exact = expected_of(case, lambda _, walk: gae_by_loop(walk, observation))
     for rows, numbers in zip(
-        run_scan(case.scan._replace(observation=observation), impl), exact, strict=True
+        credit_scan(case.scan._replace(observation=observation), "gae", impl), exact, strict=True
     ):
         assert_rounds(rows, numbers)
 
@@ -140,7 +140,7 @@ def test_the_reward_of_a_turn_without_generated_tokens_counts_once(
     case = case_of([["gg", "...", ".g"], ["..", ".g", "..", "."]])
     exact = expected_of(case, lambda _, walk: gae_by_loop(walk, observation))
     for rows, numbers in zip(
-        run_scan(case.scan._replace(observation=observation), impl), exact, strict=True
+        credit_scan(case.scan._replace(observation=observation), "gae", impl), exact, strict=True
     ):
         assert_rounds(rows, numbers)
 
@@ -163,7 +163,7 @@ def test_vtrace_equals_the_loop(observation: str, impl: str) -> None:
         rollout_logprobs=batch.rollout_logprobs,
         limits=Limits(rho_clip=clips[0], c_clip=clips[1], advantage_rho_clip=clips[2]),
     )  # fmt: skip
-    for rows, numbers in zip(run_scan(scan, impl), exact, strict=True):
+    for rows, numbers in zip(credit_scan(scan, "gae", impl), exact, strict=True):
         assert_rounds(rows, numbers)
 
 
@@ -189,7 +189,7 @@ def test_rewards_are_clipped_and_penalised_by_kl(estimator: str, clamp: float, i
     exact = expected_of(case._replace(rewards=clipped), penalised)
     scan = case.scan._replace(logprobs=sampled, ref_logprobs=ref)
     scan = scan._replace(estimator=estimator, limits=limits)
-    for rows, numbers in zip(run_scan(scan, impl), exact, strict=True):
+    for rows, numbers in zip(credit_scan(scan, "gae", impl), exact, strict=True):
         assert_rounds(rows, numbers, magnitude=1e7)  # the reference rounds penalties to float32
 
 
@@ -211,10 +211,10 @@ def test_blocks_of_any_size_equal_the_reference(
     if kind == "vtrace":
         batch = case.batch
         scan = scan._replace(logprobs=batch.logprobs, rollout_logprobs=batch.rollout_logprobs)
-    exact = run_scan(scan, "torch")
+    exact = credit_scan(scan, "gae", "torch")
     for name, size in zip(("BLOCK", "ROW", "LONGEST_WALK"), sizes, strict=True):
         monkeypatch.setattr(credit_scan_triton, name, size)
-    for actual, expected in zip(run_scan(scan, "triton"), exact, strict=True):
+    for actual, expected in zip(credit_scan(scan, "gae", "triton"), exact, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -224,7 +224,7 @@ def test_empty_segments_leave_zeros(segments: list[list[str]], impl: str) -> Non
     scan = case.scan._replace(
         values=torch.ones(20), turn_ids=torch.full((20,), -1, dtype=torch.int32)
     )
-    for rows in run_scan(scan, impl):
+    for rows in credit_scan(scan, "gae", impl):
         assert_same_bits(rows, torch.zeros(20))
 
 
@@ -240,6 +240,6 @@ def test_the_reference_reads_no_value(observation: str) -> None:
         fields[name] = fields["values"]
     for kind in ("gae", "vtrace"):
         named = {"kind": kind, "observation": observation}
-        for rows in run_scan(Scan(**(fields | named)), "torch"):
+        for rows in credit_scan(Scan(**(fields | named)), "gae", "torch"):
             assert (rows.shape, rows.dtype) == ((scan.num_tokens,), torch.float32)
             assert rows.device.type == "meta"

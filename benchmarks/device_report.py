@@ -92,9 +92,10 @@ def in_short(results: Record) -> str:
             fast.append(f"{one.job} {_span_of(one.times)}{near}")
         if behind := [pair for pair in one.times if pair[0] < 1]:
             names = "`, `".join(dict.fromkeys(name for _, name, _ in behind))
-            where = ", ".join(workload for *_, workload in behind)
+            some = ", ".join(workload for *_, workload in behind)
+            where = f" on {some}" if len(behind) < len(one.times) else ""
             span = _span([1 / times for times, *_ in behind])
-            slow.append(f"{one.job} {span} times (`{names}` on {where})")
+            slow.append(f"{one.job} {span} times (`{names}`{where})")
     gpu = results["hardware"].get("gpu", "the host")
     said = {
         f"{gpu}, times as fast as the fastest other way, in GPU time (in brackets: share of a copy "

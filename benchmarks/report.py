@@ -98,10 +98,10 @@ def speed_section(results: Sequence[Record]) -> str:
     """Return README's part between the markers: promises, the device's lines, the hardware."""
     parts = [BEGIN]
     for one in results:
-        rows = []
         if one["measured"] == "gpu":
             parts += [device_report.in_short(one), provenance(one)]
             continue
+        rows = []
         for promise in PROMISES:
             records = [record for record in one["contests"] if record["job"] == promise.job]
             times = [found for record in records if (found := ratio(record, promise)) is not None]

@@ -245,12 +245,14 @@ def test_a_device_is_summarised_by_its_fastest_rivals():
         measured_on_a_device((2.0, 9.0), {"slow": (8.0, 8.0), "fast": (3.0, 9.9)}),
         measured_on_a_device((2.0, 5.0), {"slow": (None, 500.0)}, workload="B: b"),
         measured_on_a_device((2.0, 5.0), {OVER_COLUMNS: (20.0, 30.0)}, job=PROMISES[3].job),
+        measured_on_a_device((2.0, 5.0), {"rival": (1.0, 5.0)}, job="sums"),
+        measured_on_a_device((2.0, 5.0), {"rival": (4.0, 5.0)}, job="sums", workload="B: b"),
         measured_on_a_device((4.0, 5.0), {"dense": (2.0, 6.0), PRODUCTS: (1.0, 1.0)}, job=LOGPROBS),
     ]
     results = results_of(*records, measured="gpu")
     fast, slow = device_report.in_short(results).splitlines()
     assert "build 1.5 to 100 (50%); gae of tokens 10 (50%); gae of tokens, against the" in fast
-    assert slow.endswith(f"{LOGPROBS} 2 times (`dense` on A).")
+    assert slow.endswith(f": sums 2 times (`rival` on A); {LOGPROBS} 2 times (`dense`).")
     rows = [line.split("|")[1:-1] for line in device_report.table(results).splitlines()]
     cells = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
     assert cells["build"] == ["50%", "1.5 to 100", "0.89 to 100"]

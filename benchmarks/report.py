@@ -11,7 +11,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks import device_report
 from benchmarks.contest import OURS
+from benchmarks.plots import series, write_png
 from benchmarks.promises import FROM_ARRAYS, FROM_LISTS, PACK_ONLY, PROMISES, promised, ratio
 from benchmarks.tables import Record, entry_of, provenance, render, short, winners
 
@@ -42,9 +44,10 @@ DEVICE_LEGEND = (
 
 
 def load(folder: Path = RESULTS) -> list[Record]:
-    """Return the committed results, the host's first."""
-    paths = (folder / f"{device}.json" for device in ("cpu", "gpu"))
-    return [json.loads(path.read_text()) for path in paths if path.exists()]
+    """Return the committed results: the host's; a device's, of one run or of `make hardware`."""
+    host, device = folder / "cpu.json", folder / "gpu.json"
+    found = [json.loads(path.read_text()) for path in (host, device) if path.exists()]
+    return found if device.exists() else [*found, *device_report.of_parts(folder)]
 
 
 def in_short(results: Record) -> str:
@@ -92,9 +95,12 @@ def _slower(results: Record) -> str:
 
 
 def speed_section(results: Sequence[Record]) -> str:
-    """Return README's part between the markers: a row for each promise, and the hardware."""
+    """Return README's part between the markers: promises, the device's lines, the hardware."""
     parts = [BEGIN]
     for one in results:
+        if one["measured"] == "gpu":
+            parts += [device_report.in_short(one), provenance(one)]
+            continue
         rows = []
         for promise in PROMISES:
             records = [record for record in one["contests"] if record["job"] == promise.job]
@@ -104,8 +110,6 @@ def speed_section(results: Sequence[Record]) -> str:
         if rows:
             parts.append("\n".join(["| | times faster |", "|---|---|", *rows]))
         parts.append(provenance(one))
-    if not any(one["measured"] == "gpu" for one in results):
-        parts.append("No GPU was measured; `make bench-gpu` is for a machine that has one.")
     return "\n\n".join([*parts, END])
 
 
@@ -113,15 +117,19 @@ def document(results: Sequence[Record]) -> str:
     """Return docs/benchmarks/results.md: every table."""
     parts = ["# Benchmark results", "Written by `python -m benchmarks.report`; [rules](README.md)."]
     for one in results:
-        parts.append(f"![milliseconds to pack, against tokens]({_plot(one)})")
+        if series(one):
+            parts.append(f"![milliseconds to pack, against tokens]({_plot(one)})")
         parts += _introduced(one)
     return "\n\n".join(parts) + "\n"
 
 
 def _introduced(results: Record) -> list[str]:
     if results["measured"] == "gpu":
-        return [DEVICE_LEGEND, render(results).strip()]
-    return [part for part in (in_short(results), LEGEND, render(results).strip()) if part]
+        ended = device_report.outcomes(results, RESULTS) if "parts" in results else ""
+        said = [device_report.in_short(results), ended, device_report.table(results), DEVICE_LEGEND]
+    else:
+        said = [in_short(results), LEGEND]
+    return [part for part in (*said, render(results).strip()) if part]
 
 
 def _plot(results: Record) -> str:
@@ -145,8 +153,6 @@ def main(arguments: Sequence[str]) -> int:
     texts = written(load())
     stale = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
     if not arguments:
-        from benchmarks.plots import series, write_png  # matplotlib is not needed for a check
-
         for path in stale:
             path.write_text(texts[path])
         for results in filter(series, load()):

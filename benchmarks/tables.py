@@ -73,7 +73,7 @@ def _host_table(records: list[Record]) -> str:
     ]
     facts = {name: None for record in records for name in record.get("facts", ())}
     rows += [[name, *(record["facts"].get(name, "-") for record in records), ""] for name in facts]
-    parts = (f"**{records[0]['job']}**", _markdown([head, tokens, *rows]), _notes(records))
+    parts = (f"**{records[0]['job']}**", markdown([head, tokens, *rows]), _notes(records))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -86,7 +86,7 @@ def _cell(record: Record, name: str) -> str:
     if name.startswith(OURS) or ours is None or not ours["best_ms"]:
         return shown
     cell = f"{shown} ({compared(entry, ours)})"
-    return f"**{cell}**" if _is_rival(name) and beats(entry, ours) else cell
+    return f"**{cell}**" if is_rival(name) and beats(entry, ours) else cell
 
 
 def compared(entry: Record, ours: Record) -> str:
@@ -115,7 +115,7 @@ def winners(records: Iterable[Record]) -> list[tuple[str, Record]]:
         for entry in record["entries"]:
             if ours is None or ours["best_ms"] is None or entry["best_ms"] is None:
                 continue
-            if _is_rival(entry["contender"]) and beats(entry, ours):
+            if is_rival(entry["contender"]) and beats(entry, ours):
                 found.append((entry["contender"], record))
     return found
 
@@ -159,7 +159,7 @@ def _device_tables(records: list[Record]) -> str:
         for name, took in record.get("predicted", {}).items():
             cold = [_milliseconds(took), *["-"] * (len(DEVICE_COLUMNS) - 1)]
             rows.append([short(record), f"{OURS}, {name}", *cold, "not measured"])
-    parts = [f"**{records[0]['job']}**", _markdown([head, *rows]), _notes(records)]
+    parts = [f"**{records[0]['job']}**", markdown([head, *rows]), _notes(records)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -183,7 +183,8 @@ def _wrote(records: list[Record], name: str) -> str:
     return " / ".join(dict.fromkeys(entry["wrote"] for entry in entries if entry is not None))
 
 
-def _is_rival(name: str) -> bool:
+def is_rival(name: str) -> bool:
+    """Whether a contender is neither ours nor the copy."""
     return not name.startswith((OURS, "copy "))
 
 
@@ -202,7 +203,8 @@ def _count(value: int) -> str:
     return f"{value / 1e6:.1f} M" if value >= 1e6 else f"{value:,}"
 
 
-def _markdown(rows: list[list[str]]) -> str:
+def markdown(rows: list[list[str]]) -> str:
+    """Return a table whose first row is the head."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     written = [
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"

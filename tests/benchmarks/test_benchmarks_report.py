@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import conftest, machine, plots, report
+from benchmarks import conftest, device_report, machine, plots, report
 from benchmarks.contest import OURS, Contest, Entry, as_record
-from benchmarks.promises import EXCEPTIONS, PROMISES, broken
+from benchmarks.promises import EXCEPTIONS, LOGPROBS, OVER_COLUMNS, PRODUCTS, PROMISES, broken
 from benchmarks.reasons import PER_CALL, PER_TURN, TRUSTS, reason
 from benchmarks.tables import SIZES, provenance, render, winners
 from tests.benchmarks.contest_cases import results_of
@@ -79,9 +79,9 @@ def test_an_exception_is_a_promise_too():
     assert [said for said in broken([record]) if "the whole job" in said]
 
 
-def test_committed_results_keep_the_promises():
-    for results in report.load():
-        assert broken(results["contests"]) == []
+def test_committed_results_of_the_host_keep_the_promises():
+    (host,) = [one for one in report.load() if one["measured"] == "cpu"]
+    assert broken(host["contests"]) == []
 
 
 def test_the_summary_says_what_is_promised_and_where_others_are_faster():
@@ -121,7 +121,7 @@ def test_committed_results_say_where_they_come_from():
         assert results["hardware"]["processor"]
         assert results["versions"]["torch"]
         assert results["commit"] not in ("", "unknown")
-        assert "pytest benchmarks" in results["command"]
+        assert "pytest benchmarks" in results["command"] or "make hardware" in results["command"]
         for record in results["contests"]:
             for entry in record["entries"]:
                 assert entry["best_ms"] is None or math.isfinite(entry["best_ms"])
@@ -183,6 +183,80 @@ def test_the_processor_is_named_and_a_gpu_only_where_it_was_measured(measured):
     assert results["hardware"]["processor"] in said
     assert ("some GPU" in said) == (measured == "gpu")
     assert report._plot(results) == f"sizes_{measured}.png"
+
+
+# --- the parts of `make hardware`
+
+
+def measured_on_a_device(ours, rivals, job="build", workload="A: a"):
+    """Return a record of cold and wall milliseconds; a rival of one number has wall time alone."""
+
+    def entry(name, cold, wall):
+        measured = {"wall_ms": wall} | ({} if cold is None else {"cold_ms": cold})
+        best = {"best_ms": cold or wall, "median_ms": cold or wall}
+        return {"contender": name, "wrote": "all", "note": "", "rounds": 1} | best | measured
+
+    entries = [entry(OURS, *ours) | {"of_copy": 0.5}]
+    entries += [entry(name, *times) for name, times in rivals.items()]
+    entries.append(entry(COPY, 0.5, 0.5) | {"of_copy": 1.0})
+    return {
+        "job": job, "workload": workload, "tokens": 10, "device": "cuda", "written": 0,
+        "entries": entries,
+    }  # fmt: skip
+
+
+def write_parts(folder, **parts):
+    """Write what `make hardware` writes, of parts with their changes to the record of a part."""
+    said = results_of(measured="gpu") | {"command": "make hardware"}
+    ended = [{"part": "sync", "outcome": "stopped after 1 s", "seconds": 1.0, "commit": "older"}]
+    for name, changed in parts.items():
+        ended.append({"part": name, "outcome": "passed", "seconds": 2.0, "commit": "newer"})
+        target = folder / "hardware" / name / "gpu.json"
+        target.parent.mkdir(parents=True)
+        record = measured_on_a_device((2.0, 9.0), {"torch": (4.0, 3.0)}, job=name)
+        target.write_text(json.dumps(said | {"contests": [record], "commit": "newer"} | changed))
+    (folder / "hardware.json").write_text(json.dumps(said | {"parts": ended}))
+
+
+def test_the_parts_of_a_device_are_one_set_of_results(tmp_path):
+    write_parts(tmp_path, build={"commit": "older"}, scans={}, sums={"versions": {"torch": "1.0"}})
+    (results,) = report.load(tmp_path)
+    assert [one["job"] for one in results["contests"]] == ["build", "scans", "sums"]
+    assert "commit older (build), newer (scans, sums); `make hardware`" in provenance(results)
+    others = [line for line in render(results).splitlines() if "torch 1.0" in line]
+    assert len(others) == 1, "what ran with other versions says so"
+    (tmp_path / "gpu.json").write_text(json.dumps(results_of(measured="gpu")))
+    assert report.load(tmp_path)[0]["contests"] == [], "one whole run comes before parts"
+
+
+def test_how_each_part_ended_is_said(tmp_path):
+    write_parts(tmp_path, build={})
+    rows = [{"outcome": "passed"}, {"outcome": "failed: no"}, {"outcome": "passed"}]
+    (tmp_path / "hardware" / "sync.json").write_text(json.dumps({"rows": rows}))
+    table = device_report.outcomes(report.load(tmp_path)[0], tmp_path)
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    assert ["sync", "stopped after 1 s", "1.0", "2", "older"] in cells
+    assert ["build", "passed", "2.0", "-", "newer"] in cells
+    assert ["scans", "did not run", "-", "-", "-"] in cells
+
+
+def test_a_device_is_summarised_by_its_fastest_rivals():
+    records = [
+        measured_on_a_device((2.0, 9.0), {"slow": (8.0, 8.0), "fast": (3.0, 9.9)}),
+        measured_on_a_device((2.0, 5.0), {"slow": (None, 500.0)}, workload="B: b"),
+        measured_on_a_device((2.0, 5.0), {OVER_COLUMNS: (20.0, 30.0)}, job=PROMISES[3].job),
+        measured_on_a_device((2.0, 5.0), {"rival": (1.0, 5.0)}, job="sums"),
+        measured_on_a_device((2.0, 5.0), {"rival": (4.0, 5.0)}, job="sums", workload="B: b"),
+        measured_on_a_device((4.0, 5.0), {"dense": (2.0, 6.0), PRODUCTS: (1.0, 1.0)}, job=LOGPROBS),
+    ]
+    results = results_of(*records, measured="gpu")
+    fast, slow = device_report.in_short(results).splitlines()
+    assert "build 1.5 to 100 (50%); gae of tokens 10 (50%); gae of tokens, against the" in fast
+    assert slow.endswith(f": sums 2 times (`rival` on A); {LOGPROBS} 2 times (`dense`).")
+    rows = [line.split("|")[1:-1] for line in device_report.table(results).splitlines()]
+    cells = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
+    assert cells["build"] == ["50%", "1.5 to 100", "0.89 to 100"]
+    assert cells[LOGPROBS] == ["-", "0.5", "1.2"]
 
 
 # --- results that are whole

@@ -54,8 +54,9 @@ def call_op(name: str, *arguments: Any) -> Any:
     """Call an op by its name, by position.
 
     The dispatcher of torch takes as long as a launch. It has to do with a call only where a
-    gradient is recorded, something traces, transforms or profiles, or a tensor is of a subclass or
-    on the meta device; in all other calls the implementation is called directly.
+    gradient is recorded, something traces, transforms or profiles, or a tensor is of a subclass, on
+    the meta device, sparse, or a conjugated or negated view. All other calls go directly to the
+    implementation.
     """
     if _is_plain() and not _concern_dispatcher(arguments):
         return _RUNS[name](*arguments)
@@ -75,12 +76,18 @@ def _is_plain() -> bool:
 
 
 def _concern_dispatcher(arguments: Iterable[Any]) -> bool:
-    """Return whether a tensor needs a gradient, has no memory, or is of a subclass."""
+    """Return whether a tensor needs a gradient, lacks plain memory, or is of a subclass."""
     records = torch.is_grad_enabled()
     for argument in arguments:
         kind = type(argument)
         if kind in _PLAIN_TENSORS:
-            if argument.is_meta or (records and argument.requires_grad):
+            if (
+                argument.is_meta
+                or (records and argument.requires_grad)
+                or argument.is_conj()
+                or argument.is_neg()
+                or argument.layout != torch.strided
+            ):
                 return True
         elif kind in (list, tuple):
             if _concern_dispatcher(argument):

@@ -82,6 +82,14 @@ def of_a_subclass() -> Any:
     return reduce(torch.arange(5.0).as_subclass(Subclass))
 
 
+def of_a_negated_view() -> Any:
+    imaginary = torch.complex(torch.zeros(5), -torch.arange(5.0)).conj().imag
+    assert imaginary.is_neg()
+    found = reduce(imaginary)
+    assert found.tolist() == [1.0, 9.0]
+    return found
+
+
 def in_a_list() -> Any:
     given = [torch.zeros(5, device="meta")]
     table = torch.zeros(3, 3, dtype=torch.int32, device="meta")
@@ -120,8 +128,8 @@ def by_default_device() -> Any:
 @pytest.mark.parametrize(
     "call",
     [
-        with_gradient, on_meta, of_a_subclass, in_a_list, in_a_mode, faked, with_a_tangent,
-        profiled, by_default_device,
+        with_gradient, on_meta, of_a_subclass, of_a_negated_view, in_a_list, in_a_mode, faked,
+        with_a_tangent, profiled, by_default_device,
     ],
 )  # fmt: skip
 def test_where_torch_takes_part_it_does(call: Callable[[], Any], dispatched: list[str]) -> None:

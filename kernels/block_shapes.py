@@ -44,8 +44,9 @@ SHAPES = {
     # 4 tokens a thread: one store of 16 bytes for an int32 field. 48 registers: 1,280 threads of an
     # SM request 40 KB. Without the limit some versions take 56; with it none spills.
     "build_kernel": BlockShape(TILE, 256, most_registers=48),
-    # 4 units a thread. 32 registers: 2,048 threads fill an SM and request 8 to 64 KB.
-    "gather_fields_kernel": BlockShape(TILE, 256),
+    # 16 units a thread share its search: half the instructions of 4 units, with which extra fields
+    # ran at 32 to 43 % of a copy on an H200. 56 registers: 1,152 threads of an SM request 73 KB.
+    "gather_fields_kernel": BlockShape(TILE, 64),
     # 8 words a thread. 56 registers: 1,152 threads of an SM request 36 KB of int32.
     "gather_words_kernel": BlockShape(1024, 128),
     # 4 tokens a thread, field after field. 40 registers: 1,536 threads of an SM request 180 KB.

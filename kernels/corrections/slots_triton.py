@@ -131,7 +131,7 @@ def sum_slots_kernel(
         has_far = tl.max((is_far & (left < _NOBODY)).to(tl.int32), 0)
     table = cells + CELLS * APART
     lanes = tl.arange(0, LANES)
-    num_new = 0
+    num_new = tl.full((), 0, tl.int64)
     current = tl.min(left, 0)
     while current < _NOBODY:
         slots, founds = tl.zeros((LANES,), tl.int32), tl.zeros((LANES,), tl.int64)
@@ -168,7 +168,7 @@ def sum_slots_kernel(
         known = tl.atomic_add(row, founds, mask=is_found, sem="relaxed")
         num_new += tl.sum((is_found & ((known & 0xFFFFFFFF) == 0)).to(tl.int32), 0)
     cell = cells + tl.program_id(0) % CELLS * APART
-    tl.atomic_add(cell, num_new.to(tl.int64), mask=num_new > 0, sem="relaxed")
+    tl.atomic_add(cell, num_new, mask=num_new > 0, sem="relaxed")
 
 
 @triton.jit

@@ -100,7 +100,7 @@ def _units(log):
 
 @triton.jit
 def _any(mark):
-    return tl.max(mark.to(tl.int64), 0)
+    return tl.max(mark.to(tl.int32), 0).to(tl.int64)
 
 
 @triton.jit(
@@ -134,26 +134,30 @@ def sum_slots_kernel(
     num_new = tl.full((), 0, tl.int64)
     current = tl.min(left, 0)
     while current < _NOBODY:
-        slots, founds = tl.zeros((LANES,), tl.int32), tl.zeros((LANES,), tl.int64)
-        totals, clampeds, marks = founds, founds, founds
+        slots = tl.zeros((LANES,), tl.int32)
+        founds, marks = slots, slots
+        totals = tl.zeros((LANES,), tl.int64)
+        clampeds = totals
         at = 0
         while (current < _NOBODY) & (at < LANES):
             own, here = left == current, lanes == at
             slots = tl.where(here, current, slots)
             if logprobs is None:
-                found = tl.sum(tl.where(own, count, 0), 0).to(tl.int64)
+                found = tl.sum(tl.where(own, count, 0), 0)
             else:
                 total = tl.sum(tl.where(own, units, 0), 0)
-                found = (total + (1 << 52)) >> 53
-                totals = tl.where(here, total - (found << 53), totals)
+                number = (total + (1 << 52)) >> 53
+                totals = tl.where(here, total - (number << 53), totals)
                 if clamps != 0:
                     clamped = tl.where(log > _BOUND, _BOUND, tl.where(log < -_BOUND, -_BOUND, log))
                     clamped = _units(tl.where(log == log, clamped, 0.0))  # noqa: PLR0124
                     total = tl.sum(tl.where(own, clamped, 0), 0)
-                    clampeds = tl.where(here, total - (found << 53), clampeds)
+                    clampeds = tl.where(here, total - (number << 53), clampeds)
                 if has_far != 0:
                     mark = _any(own & (log != log)) * NAN + _any(own & (log > _FAR)) * ABOVE  # noqa: PLR0124
-                    marks = tl.where(here, mark + _any(own & (log < -_FAR)) * BELOW, marks)
+                    mark += _any(own & (log < -_FAR)) * BELOW
+                    marks = tl.where(here, (mark >> 32).to(tl.int32), marks)
+                found = number.to(tl.int32)
             founds = tl.where(here, found, founds)
             left = tl.where(own, _NOBODY, left)
             current = tl.min(left, 0)
@@ -164,8 +168,8 @@ def sum_slots_kernel(
             if clamps != 0:
                 tl.atomic_add(row + 2, clampeds, mask=is_found, sem="relaxed")
             if has_far != 0:
-                tl.atomic_or(row, marks, mask=is_found, sem="relaxed")
-        known = tl.atomic_add(row, founds, mask=is_found, sem="relaxed")
+                tl.atomic_or(row, marks.to(tl.int64) << 32, mask=is_found, sem="relaxed")
+        known = tl.atomic_add(row, founds.to(tl.int64), mask=is_found, sem="relaxed")
         num_new += tl.sum((is_found & ((known & 0xFFFFFFFF) == 0)).to(tl.int32), 0)
     cell = cells + tl.program_id(0) % CELLS * APART
     tl.atomic_add(cell, num_new, mask=num_new > 0, sem="relaxed")
@@ -193,7 +197,8 @@ def sum_slots(
     """
     words, head = 1 if logprobs is None else WORDS, CELLS * APART
     numbers = torch.zeros(head + places.num_slots * words, dtype=torch.int64, device=counts.device)
-    launch, entries = launch_on("sum_slots_kernel", counts.get_device()), entries_of(counts, places)
+    kernel = "sum_slots_kernel" + ", ends" * are_ends(places)
+    launch, entries = launch_on(kernel, counts.get_device()), entries_of(counts, places)
     if entries:
         with torch.cuda.device_of(counts):  # Triton launches on the current device
             sum_slots_kernel[(triton.cdiv(entries, launch.block),)](
@@ -206,5 +211,9 @@ def sum_slots(
 
 def entries_of(counts: torch.Tensor, places: Places | None) -> int:
     """Return the number of entries that are counted."""
-    are_ends = places is not None and places.ids is None and places.bounds is None
-    return counts.shape[0] - int(are_ends)
+    return counts.shape[0] - int(places is not None and are_ends(places))
+
+
+def are_ends(places: Places) -> bool:
+    """Return whether each entry is a segment, whose tokens boundaries count."""
+    return places.ids is None and places.bounds is None

@@ -10,8 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from trajpack.kernels.corrections.loss_weights import AGGREGATIONS, loss_denominator, loss_weights
-from trajpack.testing import assert_same_bits
+from trajpack.kernels.corrections.loss_weights import (
+    AGGREGATIONS,
+    loss_denominator,
+    loss_weights,
+    shares_of,
+)
+from trajpack.kernels.corrections.slots import Places
+from trajpack.testing import assert_same_bits, boundaries
 
 NUM_SEQUENCES, NUM_GROUPS, CONSTANT = 12, 5, 77.0
 
@@ -162,6 +168,26 @@ def test_short_sequences_cost_a_tile_no_addition_of_their_own(
     assert additions.requests == most_additions * report.programs
     # a sector holds four slots, or two counters
     assert additions.sectors <= report.programs * (-(-tile // length // 4) + 1)
+
+
+@pytest.mark.parametrize("each", [1, 3])
+def test_the_work_of_a_program_is_bounded_where_each_entry_is_a_sequence(each: int) -> None:
+    """A warp takes 32 of them, one after another, not those of a tile of tokens."""
+    from tests.ptx.executor import on_executor
+
+    num = 2000
+    counts = boundaries(np.arange(num) % 5)
+    owners = torch.arange(num) // each if each > 1 else None
+    places = Places(None, None, owners, num, -(-num // each))
+    expected = shares_of("sequence_mean_token_mean", counts, places, None, "torch")
+    with on_executor(90, counts=True) as executor:
+        for _ in range(20):
+            found = shares_of("sequence_mean_token_mean", counts, places, None, "triton")
+            assert_same_bits(found, expected)
+    report = executor.reports["sum_slots_kernel"]
+    assert report.programs == 20 * -(-num // 32)
+    assert report.traffic["global", "atomic"].requests <= 2 * report.programs
+    assert report.warp_instructions < 800 * report.programs
 
 
 def test_many_sequences_of_a_tile_give_the_bits_of_the_reference_in_any_order() -> None:

@@ -60,7 +60,10 @@ SHAPES = {
     # V-trace and turns. Without the limit ptxas aims at 168 registers, and spills.
     "wide_scan": BlockShape(256, 32, most_registers=255),
     "scores_kernel": BlockShape(128, 128),  # one trajectory a thread, of a few turns
-    "sum_slots_kernel": BlockShape(256, 32),  # a warp, so sums are shuffles
+    # A warp, so sums are shuffles. With the limit 20 warps of an SM request 46 KB; none spills.
+    "sum_slots_kernel": BlockShape(256, 32, most_registers=96),
+    # Entries of many tokens, each often a slot of its own, which a warp takes one after another.
+    "sum_slots_kernel, ends": BlockShape(32, 32),
     # 4 tokens a thread: 36 bytes of loads. 122 registers: 512 threads of an SM request 18 KB.
     "weigh_kernel": BlockShape(1024, 256),
     # 4 tokens a thread: one store of 16 bytes. 40 registers: 1,536 threads of an SM request 30 KB.

@@ -22,10 +22,13 @@ from trajpack.kernels.corrections.importance_weights import OF_SEGMENTS
 from trajpack.kernels.corrections.slots import LOG_BOUND, UNIT, Places
 from trajpack.kernels.corrections.slots_triton import (
     ABOVE,
+    APART,
     BELOW,
+    CELLS,
     NAN,
     WORDS,
     load_tokens,
+    number_with_tokens,
     slots_of,
     sum_slots,
 )
@@ -251,7 +254,7 @@ def _store_metrics(
 def merge_kernel(
     partials, used, weights, metrics, tokens: tl.int64, num_chunks: tl.int64, normalize,
     SUMS: tl.constexpr, PARTIALS: tl.constexpr, COLUMNS: tl.constexpr, MERGED: tl.constexpr,
-    TILE: tl.constexpr,
+    CELLS: tl.constexpr, APART: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Divide the weights by their mean if ``normalize``; the first program writes the metrics.
 
@@ -263,7 +266,7 @@ def merge_kernel(
         if used is None:
             number = _sum_of(partials, num_chunks, MERGED)
         else:
-            number = tl.load(used).to(tl.float64)
+            number = number_with_tokens(used, CELLS, APART).to(tl.float64)
         scale = tl.where(total > 0, number / tl.where(total > 0, total, 1.0), 1.0)
         first = tl.program_id(0).to(tl.int64) * TILE
         while first < tokens:
@@ -285,16 +288,16 @@ def importance_weights_forward(
     inputs = aligned(logprobs), aligned(rollout_logprobs), aligned(loss_mask)
     tokens, device, rejection = loss_mask.shape[0], loss_mask.device, correction.rejection
     level, rejected = correction.level, rejection.level if rejection else ""
-    table = None
+    cells, table = None, None
     if places is not None:
         if places.ids is not None:
             places = places._replace(ids=aligned(places.ids))
-        table = sum_slots(inputs[2], places, *inputs[:2], clamps=rejected in OF_SEGMENTS)
+        cells, table = sum_slots(inputs[2], places, *inputs[:2], clamps=rejected in OF_SEGMENTS)
     num_chunks, num_tiles = cdiv(tokens, CHUNK), cdiv(tokens, TILE)
     weights = torch.empty(num_tiles * TILE, dtype=torch.float32, device=device)
     partials = torch.empty((PARTIALS, num_chunks), dtype=torch.float64, device=device)
     metrics = torch.empty(SUMS + 2, dtype=torch.float64, device=device)
-    used = table[-1] if table is not None and level in OF_SEGMENTS else None
+    used = cells if level in OF_SEGMENTS else None
     programs = max(min(num_tiles, MOST_PROGRAMS), 1) if correction.normalize else 1
     options = launch_on("weigh_kernel", loss_mask.get_device()).options
     with torch.cuda.device_of(loss_mask):  # Triton launches on the current device
@@ -311,6 +314,7 @@ def importance_weights_forward(
         merge_kernel[(programs,)](
             partials, used, weights, metrics, num_tiles * TILE, num_chunks,
             int(correction.normalize), SUMS=SUMS, PARTIALS=PARTIALS,
-            COLUMNS=triton.next_power_of_2(PARTIALS), MERGED=MERGED, TILE=TILE, **options,
+            COLUMNS=triton.next_power_of_2(PARTIALS), MERGED=MERGED, CELLS=CELLS, APART=APART,
+            TILE=TILE, **options,
         )  # fmt: skip
     return weights[:tokens], metrics

@@ -10,8 +10,11 @@ import triton.language as tl
 from trajpack.kernels.block_shapes import DEFAULT, block_shape, cdiv, launch_on
 from trajpack.kernels.corrections.slots import Places
 from trajpack.kernels.corrections.slots_triton import (
+    APART,
+    CELLS,
     entries_of,
     load_tokens,
+    number_with_tokens,
     slots_of,
     sum_slots,
 )
@@ -25,10 +28,14 @@ TILE = block_shape("loss_weights", DEFAULT).block
     do_not_specialize_on_alignment=["owners", "denominator"],
 )
 def share_kernel(
-    counts, ids, owners, num_segments, num_slots, table, denominator, weights,
-    tokens: tl.int64, given: tl.float64, divides, HAS_SLOTS: tl.constexpr, TILE: tl.constexpr,
+    counts, ids, owners, num_segments, num_slots, table, cells, denominator, weights,
+    tokens: tl.int64, given: tl.float64, divides, HAS_SLOTS: tl.constexpr,
+    CELLS: tl.constexpr, APART: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write the weights of a tile; ``given`` is the denominator, if it is above 0."""
+    """Write the weights of a tile.
+
+    The denominator is the number of slots in ``cells``, else ``denominator``, else ``given``.
+    """
     first = tl.program_id(0).to(tl.int64) * TILE
     lane = tl.arange(0, TILE)
     place = tl.max_contiguous(counts + first + lane, 4)
@@ -37,7 +44,9 @@ def share_kernel(
     )
     counted = count != 0
     whole = given
-    if denominator is not None:
+    if cells is not None:
+        whole = number_with_tokens(cells, CELLS, APART).to(tl.float64)
+    elif denominator is not None:
         whole = tl.load(denominator).to(tl.float64)
     if HAS_SLOTS:
         slot = slots_of(
@@ -60,13 +69,13 @@ def loss_weights_forward(
     divides: bool,
 ) -> torch.Tensor:
     """Return weights of contiguous tensors, in one launch, or in two and one that fills zeros."""
-    counts, table = aligned(counts), None
+    counts, table, cells = aligned(counts), None, None
     if places is not None and places.ids is not None:
         places = places._replace(ids=aligned(places.ids))
     is_given = given > 0 or denominator is not None
     if places is not None and (divides or not is_given):
-        table = sum_slots(counts, places)
-        denominator = denominator if is_given else table[-1]
+        cells, table = sum_slots(counts, places)
+        cells = None if is_given else cells
     elif not is_given:
         denominator = counts.sum()
     entries = entries_of(counts, places)
@@ -76,8 +85,8 @@ def loss_weights_forward(
         with torch.cuda.device_of(counts):  # Triton launches on the current device
             share_kernel[(tiles,)](
                 counts, *(places or Places(None, None, None, 0, 0))[1:],
-                counts if table is None else table, denominator, weights, entries, given,
-                int(divides), HAS_SLOTS=places is not None, TILE=TILE,
+                counts if table is None else table, cells, denominator, weights, entries, given,
+                int(divides), HAS_SLOTS=places is not None, CELLS=CELLS, APART=APART, TILE=TILE,
                 **launch_on("loss_weights", counts.get_device()).options,
             )  # fmt: skip
     return weights[:entries]

@@ -1,10 +1,14 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Triton kernel of sums over slots: numbers of tokens, and sums of their logarithmic ratios.
 
-A slot is a segment of tokens, or all segments of one owner. A warp reads a tile of tokens and takes
-the slots that it finds there one after another. It adds a slot's part of the tile by atomic
-additions of integers, which are exact in any order. So the sums of a slot depend on its tokens
-alone, and a slot may have any length.
+A slot is a segment of tokens, or all segments of one owner. A warp reads a tile of tokens, takes
+the slots that it finds there one after another, and keeps the sums of a slot's part of the tile in
+a lane. It adds those of all lanes at once, by atomic additions of integers, which are exact in any
+order. So the sums of a slot depend on its tokens alone, and a slot may have any length.
+
+Every slot's first tokens are counted once more, as a slot with tokens. A device makes additions to
+one address one after another, so a warp adds the new slots of its tile up, and warps spread over
+``CELLS`` counters.
 """
 
 from __future__ import annotations
@@ -17,6 +21,12 @@ from trajpack.kernels.block_shapes import cdiv, launch_on
 from trajpack.kernels.corrections.slots import FAR, LOG_BOUND, UNIT, Places
 from trajpack.kernels.search_triton import find_segment, find_segments
 
+LANES = 32
+"""Slots of a tile that are added at once."""
+CELLS = 32
+"""Counters of slots with tokens."""
+APART = 2
+"""int64 from one counter to the next: they lie on four lines of the cache."""
 WORDS = 4
 """int64 of a slot where logarithms are summed: its number of tokens, with marks from bit 32 on of a
 NaN, an infinity and a negative one among them; the sums of logarithms and of clamped ones."""
@@ -90,7 +100,7 @@ def _units(log):
 
 @triton.jit
 def _any(mark):
-    return tl.max(mark.to(tl.int64), 0)
+    return tl.max(mark.to(tl.int32), 0).to(tl.int64)
 
 
 @triton.jit(
@@ -98,10 +108,11 @@ def _any(mark):
     do_not_specialize_on_alignment=["bounds", "owners"],
 )
 def sum_slots_kernel(
-    counts, logprobs, rollout_logprobs, bounds, ids, owners, num_segments, num_slots, table,
-    tokens: tl.int64, clamps, WORDS: tl.constexpr, TILE: tl.constexpr,
+    counts, logprobs, rollout_logprobs, bounds, ids, owners, num_segments, num_slots, cells,
+    tokens: tl.int64, clamps, LANES: tl.constexpr, CELLS: tl.constexpr, APART: tl.constexpr,
+    WORDS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile's tokens to their slots, and the slots that had none yet to the last row."""
+    """Add a tile's tokens to their slots, and the slots that had none yet to a counter."""
     first = tl.program_id(0).to(tl.int64) * TILE
     lane = tl.arange(0, TILE)
     place = tl.max_contiguous(counts + first + lane, 4)
@@ -118,30 +129,56 @@ def sum_slots_kernel(
         is_far = (tl.abs(log) <= _FAR) == 0
         units = _units(tl.where(is_far, 0.0, log))
         has_far = tl.max((is_far & (left < _NOBODY)).to(tl.int32), 0)
+    table = cells + CELLS * APART
+    lanes = tl.arange(0, LANES)
+    num_new = tl.full((), 0, tl.int64)
     current = tl.min(left, 0)
     while current < _NOBODY:
-        own = left == current
-        row = table + current.to(tl.int64) * WORDS
-        if logprobs is None:
-            found = tl.sum(tl.where(own, count, 0), 0).to(tl.int64)
-        else:
-            total = tl.sum(tl.where(own, units, 0), 0)
-            found = (total + (1 << 52)) >> 53
-            tl.atomic_add(row + 1, total - (found << 53), sem="relaxed")
+        slots = tl.zeros((LANES,), tl.int32)
+        founds, marks = slots, slots
+        totals = tl.zeros((LANES,), tl.int64)
+        clampeds = totals
+        at = 0
+        while (current < _NOBODY) & (at < LANES):
+            own, here = left == current, lanes == at
+            slots = tl.where(here, current, slots)
+            if logprobs is None:
+                found = tl.sum(tl.where(own, count, 0), 0)
+            else:
+                total = tl.sum(tl.where(own, units, 0), 0)
+                number = (total + (1 << 52)) >> 53
+                totals = tl.where(here, total - (number << 53), totals)
+                if clamps != 0:
+                    clamped = tl.where(log > _BOUND, _BOUND, tl.where(log < -_BOUND, -_BOUND, log))
+                    clamped = _units(tl.where(log == log, clamped, 0.0))  # noqa: PLR0124
+                    total = tl.sum(tl.where(own, clamped, 0), 0)
+                    clampeds = tl.where(here, total - (number << 53), clampeds)
+                if has_far != 0:
+                    mark = _any(own & (log != log)) * NAN + _any(own & (log > _FAR)) * ABOVE  # noqa: PLR0124
+                    mark += _any(own & (log < -_FAR)) * BELOW
+                    marks = tl.where(here, (mark >> 32).to(tl.int32), marks)
+                found = number.to(tl.int32)
+            founds = tl.where(here, found, founds)
+            left = tl.where(own, _NOBODY, left)
+            current = tl.min(left, 0)
+            at += 1
+        row, is_found = table + slots.to(tl.int64) * WORDS, lanes < at
+        if logprobs is not None:
+            tl.atomic_add(row + 1, totals, mask=is_found, sem="relaxed")
             if clamps != 0:
-                clamped = tl.where(log > _BOUND, _BOUND, tl.where(log < -_BOUND, -_BOUND, log))
-                clamped = _units(tl.where(log == log, clamped, 0.0))  # noqa: PLR0124
-                total = tl.sum(tl.where(own, clamped, 0), 0)
-                tl.atomic_add(row + 2, total - (found << 53), sem="relaxed")
+                tl.atomic_add(row + 2, clampeds, mask=is_found, sem="relaxed")
             if has_far != 0:
-                marks = _any(own & (log != log)) * NAN + _any(own & (log > _FAR)) * ABOVE  # noqa: PLR0124
-                marks += _any(own & (log < -_FAR)) * BELOW
-                tl.atomic_or(row, marks, sem="relaxed")
-        known = tl.atomic_add(row, found, sem="relaxed")
-        is_new = (known & 0xFFFFFFFF) == 0
-        tl.atomic_add(table + num_slots.to(tl.int64) * WORDS, 1, mask=is_new, sem="relaxed")
-        left = tl.where(own, _NOBODY, left)
-        current = tl.min(left, 0)
+                tl.atomic_or(row, marks.to(tl.int64) << 32, mask=is_found, sem="relaxed")
+        known = tl.atomic_add(row, founds.to(tl.int64), mask=is_found, sem="relaxed")
+        num_new += tl.sum((is_found & ((known & 0xFFFFFFFF) == 0)).to(tl.int32), 0)
+    cell = cells + tl.program_id(0) % CELLS * APART
+    tl.atomic_add(cell, num_new, mask=num_new > 0, sem="relaxed")
+
+
+@triton.jit
+def number_with_tokens(cells, CELLS: tl.constexpr, APART: tl.constexpr):
+    """Return the number of slots with tokens, of what `sum_slots` returns."""
+    return tl.sum(tl.load(cells + tl.arange(0, CELLS) * APART).to(tl.int32), 0)
 
 
 def sum_slots(
@@ -151,26 +188,32 @@ def sum_slots(
     rollout_logprobs: torch.Tensor | None = None,
     *,
     clamps: bool = False,
-) -> torch.Tensor:
-    """Return int64 ``[slots + 1, words]`` sums; the last row's first is the slots with tokens.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return int64 ``[CELLS * APART]`` counters of slots with tokens, and ``[slots, words]`` sums.
 
-    ``counts`` are a mask of tokens, or boundaries, see `Places`. ``words`` is 1, or `WORDS` where
-    logarithms are summed. A launch that fills zeros, and one with a warp for each tile.
+    Every ``APART``-th counter is used; the number of slots is their sum. ``counts`` are a mask of
+    tokens, or boundaries, see `Places`. ``words`` is 1, or `WORDS` where logarithms are summed. A
+    launch that fills zeros, and one with a warp for each tile.
     """
-    words = 1 if logprobs is None else WORDS
-    shape = (places.num_slots + 1, words)
-    table = torch.zeros(shape, dtype=torch.int64, device=counts.device)
-    launch, entries = launch_on("sum_slots_kernel", counts.get_device()), entries_of(counts, places)
+    words, head = 1 if logprobs is None else WORDS, CELLS * APART
+    numbers = torch.zeros(head + places.num_slots * words, dtype=torch.int64, device=counts.device)
+    kernel = "sum_slots_kernel" + ", ends" * are_ends(places)
+    launch, entries = launch_on(kernel, counts.get_device()), entries_of(counts, places)
     if entries:
         with torch.cuda.device_of(counts):  # Triton launches on the current device
             sum_slots_kernel[(cdiv(entries, launch.block),)](
-                counts, logprobs, rollout_logprobs, *places, table, entries,
-                int(clamps), WORDS=words, TILE=launch.block, **launch.options,
+                counts, logprobs, rollout_logprobs, *places, numbers, entries, int(clamps),
+                LANES=LANES, CELLS=CELLS, APART=APART, WORDS=words, TILE=launch.block,
+                **launch.options,
             )  # fmt: skip
-    return table
+    return numbers[:head], numbers[head:].view(-1, words)
 
 
 def entries_of(counts: torch.Tensor, places: Places | None) -> int:
     """Return the number of entries that are counted."""
-    are_ends = places is not None and places.ids is None and places.bounds is None
-    return counts.shape[0] - int(are_ends)
+    return counts.shape[0] - int(places is not None and are_ends(places))
+
+
+def are_ends(places: Places) -> bool:
+    """Return whether each entry is a segment, whose tokens boundaries count."""
+    return places.ids is None and places.bounds is None

@@ -143,8 +143,8 @@ def test_whole_tiles_are_weighed_by_loads_of_full_width(compiled: Any) -> None:
 def test_a_slot_is_summed_by_a_warp_in_atomic_additions_alone(compiled: Any) -> None:
     for variant in compiled.variants("sum_slots_kernel"):
         assert not variant["stores"], variant
-        if "bounds" not in variant["inputs"]:  # what an atomic returned reaches all lanes
-            assert variant["barriers"] <= 2, variant
+        if "bounds" not in variant["inputs"]:  # whose search is of 64 lanes
+            assert variant["barriers"] == 0, variant
 
 
 # --- loss weights

@@ -229,6 +229,20 @@ def test_kernels_agree_with_the_reference(rule: Correction) -> None:
     assert_kernels_agree(case, rule, by_bounds)
 
 
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.needs_segments], ids=str)
+def test_kernels_agree_where_a_tile_has_many_segments(rule: Correction) -> None:
+    """More than are added at once, some with logarithms that are no number or infinite."""
+    case = Case([1, 2, 3, 1, 40] * 60)
+    bounds, num = case.cu_seqlens, 300
+    case.loss_mask[::2] = True
+    case.logprobs[[10, 70, 700]] = torch.tensor([math.nan, math.inf, -math.inf])
+    ids = torch.repeat_interleave(torch.arange(num), bounds.diff())
+    mixed = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(5))]
+    assert_kernels_agree(case, rule, Places(bounds, None, None, num, num))
+    assert_kernels_agree(case, rule, Places(None, ids, None, num, num))
+    assert_kernels_agree(case, rule, Places(None, mixed.int(), None, num, num))
+
+
 @pytest.mark.parametrize("num", [0, 1, TILE, CHUNK, CHUNK + 5])
 def test_kernels_agree_at_the_edges_of_tiles_and_chunks(num: int) -> None:
     case = Case([num])

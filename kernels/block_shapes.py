@@ -45,7 +45,7 @@ SHAPES = {
     # SM request 40 KB. Without the limit some versions take 56; with it none spills.
     "build_kernel": BlockShape(TILE, 256, most_registers=48),
     # 16 units a thread share its search: half the instructions of 4 units, with which extra fields
-    # ran at 32 to 43 % of a copy on an H200. 56 registers: 1,152 threads of an SM request 73 KB.
+    # ran at 32 to 43 % of a copy on an H200. 32 registers for rows of words, up to 104 for others.
     "gather_fields_kernel": BlockShape(TILE, 64),
     # 8 words a thread. 56 registers: 1,152 threads of an SM request 36 KB of int32.
     "gather_words_kernel": BlockShape(1024, 128),

@@ -29,7 +29,7 @@ class Bounds(NamedTuple):
 
 KERNELS = {
     "build_kernel": Bounds(2, 48, 64),  # five blocks of 256 threads; eight waves
-    "gather_fields_kernel": Bounds(12, 32, 64),  # eight blocks of 256 threads: an SM is full
+    "gather_fields_kernel": Bounds(12, 104, 136),  # nine blocks of 64 threads; three waves
     "select_tokens_kernel": Bounds(6, 40, 64),  # six blocks of 256 threads
     "gather_words_kernel": Bounds(2, 56, 64),  # nine blocks of 128 threads
     "pad_kernel": Bounds(15, 96, 128),  # five blocks of 128 threads, for rows of odd bytes
@@ -61,9 +61,11 @@ MOST_SCALARS_SPILLED = {"effects_kernel": 24, "scan_kernel": 32, "weigh_kernel":
 
 COPIES = ("build_kernel", "gather_fields_kernel", "gather_words_kernel", "pad_kernel")
 COPIES += ("unpad_kernel", "select_tokens_kernel")
-BARRIERS_OF_LAYOUTS = {("build_kernel", 2): 6, ("gather_fields_kernel", 8): 2}
+BARRIERS_OF_LAYOUTS = {("build_kernel", 2): 6, ("gather_fields_kernel", 8): 12}
 BARRIERS_OF_LAYOUTS |= {("select_tokens_kernel", 2): 4, ("select_tokens_kernel", 4): 6}
 """Barriers that move tokens between layouts through shared memory, by kernel and searches."""
+SHUFFLES_OF_LAYOUTS = {("gather_fields_kernel", 8): 8}
+"""Shuffles that move tokens between layouts within a wave, by kernel and searches."""
 
 
 def searches_of(variant: Variant) -> int:
@@ -114,9 +116,10 @@ def test_lanes_of_a_copy_communicate_in_searches_alone(compiled: Any, kernel: st
     """A shuffle for each token would be four or more beside those of the searches."""
     for variant in compiled.variants(kernel):
         searches = searches_of(variant)
-        most = searches * shuffles_of_a_search(compiled)
+        least = most = searches * shuffles_of_a_search(compiled)
+        most += SHUFFLES_OF_LAYOUTS.get((kernel, searches), 0)
         again = compiled.is_nvidia and searches > 0  # 3.9 shares the first search's sum twice
-        assert most <= variant["shuffles"] <= most + again, variant
+        assert least <= variant["shuffles"] <= most + again, variant
         # the 64 lanes of a search are two warps, which share memory, or one wave
         most = searches * 3 * compiled.is_nvidia + BARRIERS_OF_LAYOUTS.get((kernel, searches), 0)
         assert variant["barriers"] <= most, variant

@@ -80,6 +80,8 @@ def _concern_dispatcher(arguments: Iterable[Any]) -> bool:
     records = torch.is_grad_enabled()
     for argument in arguments:
         kind = type(argument)
+        if kind in _NO_TENSORS:
+            continue
         if kind in _PLAIN_TENSORS:
             if (
                 argument.is_meta
@@ -92,7 +94,7 @@ def _concern_dispatcher(arguments: Iterable[Any]) -> bool:
         elif kind in (list, tuple):
             if _concern_dispatcher(argument):
                 return True
-        elif kind not in _NO_TENSORS and isinstance(argument, torch.Tensor):
+        elif isinstance(argument, torch.Tensor):
             return True
     return False
 

@@ -44,9 +44,10 @@ SHAPES = {
     # 4 tokens a thread: one store of 16 bytes for an int32 field. 48 registers: 1,280 threads of an
     # SM request 40 KB. Without the limit some versions take 56; with it none spills.
     "build_kernel": BlockShape(TILE, 256, most_registers=48),
-    # 16 units a thread share its search: half the instructions of 4 units, with which extra fields
-    # ran at 32 to 43 % of a copy on an H200. 32 registers for rows of words, up to 104 for others.
-    "gather_fields_kernel": BlockShape(TILE, 64),
+    # 8 units a thread share its search: two thirds of the instructions of 4 units, with which extra
+    # fields ran at 32 to 43 % of a copy on an H200. 64 registers: 1,024 threads of an SM request
+    # 32 KB. Without the limit ptxas aims at fewer, and spills.
+    "gather_fields_kernel": BlockShape(TILE, 128, most_registers=64),
     # 8 words a thread. 56 registers: 1,152 threads of an SM request 36 KB of int32.
     "gather_words_kernel": BlockShape(1024, 128),
     # 4 tokens a thread, field after field. 40 registers: 1,536 threads of an SM request 180 KB.

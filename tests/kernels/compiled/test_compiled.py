@@ -29,7 +29,7 @@ class Bounds(NamedTuple):
 
 KERNELS = {
     "build_kernel": Bounds(2, 48, 64),  # five blocks of 256 threads; eight waves
-    "gather_fields_kernel": Bounds(12, 104, 136),  # nine blocks of 64 threads; three waves
+    "gather_fields_kernel": Bounds(12, 64, 96),  # eight blocks of 128 threads; five waves
     "select_tokens_kernel": Bounds(6, 40, 64),  # six blocks of 256 threads
     "gather_words_kernel": Bounds(2, 56, 64),  # nine blocks of 128 threads
     "pad_kernel": Bounds(15, 96, 128),  # five blocks of 128 threads, for rows of odd bytes
@@ -38,7 +38,7 @@ KERNELS = {
     "scan_kernel": Bounds(20, 255, 256),  # eight blocks of 32 threads; two waves
     "group_advantages_kernel": Bounds(8, 128, 128),  # a block of 32 threads each
     "order_kernel": Bounds(2, 128, 128),  # a block of 32 threads for 32 members
-    "segment_reduce_kernel": Bounds(8, 48, 64),  # ten blocks of 128 threads; eight waves
+    "segment_reduce_kernel": Bounds(8, 56, 64),  # nine blocks of 128 threads; eight waves
     "chunk_partials_kernel": Bounds(2, 40, 64),
     "moments_kernel": Bounds(4, 168, 168),  # a block of 256 threads requests 20 KB; three waves
     "whiten_kernel": Bounds(8, 168, 128),  # with moments of its own, of one block; else 80
@@ -56,18 +56,14 @@ MORE_REGISTERS = {("3.6.0", "gfx942", "build_kernel"): 72}
 """Kernels that need more with one version: past 2 GiB, seven waves instead of eight."""
 ADDS_INTEGERS = {"sum_slots_kernel", "moments_kernel"}
 """Kernels with atomic additions: of integers, which are the same in any order."""
-MOST_SCALARS_SPILLED = {"effects_kernel": 24, "scan_kernel": 32, "weigh_kernel": 32}
+MOST_SCALARS_SPILLED = {"effects_kernel": 24, "scan_kernel": 40, "weigh_kernel": 32}
 """On gfx942 scalars that do not fit go to lanes of vector registers, and never to memory."""
 
 COPIES = ("build_kernel", "gather_fields_kernel", "gather_words_kernel", "pad_kernel")
 COPIES += ("unpad_kernel", "select_tokens_kernel")
-BARRIERS_OF_LAYOUTS = {("build_kernel", 2): 6, ("gather_fields_kernel", 8): 12}
+BARRIERS_OF_LAYOUTS = {("build_kernel", 2): 6, ("gather_fields_kernel", 8): 2}
 BARRIERS_OF_LAYOUTS |= {("select_tokens_kernel", 2): 4, ("select_tokens_kernel", 4): 6}
 """Barriers that move tokens between layouts through shared memory, by kernel and searches."""
-SHUFFLES_OF_LAYOUTS = {("gather_fields_kernel", 8): 8}
-"""Shuffles that move tokens between layouts within a wave, by kernel and searches."""
-
-
 def searches_of(variant: Variant) -> int:
     """Return the number of searches in a copy kernel's code; its lanes search together."""
     fields = variant["inputs"].count(" x ")
@@ -116,10 +112,9 @@ def test_lanes_of_a_copy_communicate_in_searches_alone(compiled: Any, kernel: st
     """A shuffle for each token would be four or more beside those of the searches."""
     for variant in compiled.variants(kernel):
         searches = searches_of(variant)
-        least = most = searches * shuffles_of_a_search(compiled)
-        most += SHUFFLES_OF_LAYOUTS.get((kernel, searches), 0)
+        most = searches * shuffles_of_a_search(compiled)
         again = compiled.is_nvidia and searches > 0  # 3.9 shares the first search's sum twice
-        assert least <= variant["shuffles"] <= most + again, variant
+        assert most <= variant["shuffles"] <= most + again, variant
         # the 64 lanes of a search are two warps, which share memory, or one wave
         most = searches * 3 * compiled.is_nvidia + BARRIERS_OF_LAYOUTS.get((kernel, searches), 0)
         assert variant["barriers"] <= most, variant

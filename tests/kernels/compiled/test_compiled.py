@@ -61,7 +61,7 @@ MOST_SCALARS_SPILLED = {"effects_kernel": 24, "scan_kernel": 40, "weigh_kernel":
 
 COPIES = ("build_kernel", "gather_fields_kernel", "gather_words_kernel", "pad_kernel")
 COPIES += ("unpad_kernel", "select_tokens_kernel")
-BARRIERS_OF_LAYOUTS = {("build_kernel", 2): 6, ("gather_fields_kernel", 8): 2}
+BARRIERS_OF_LAYOUTS = {("build_kernel", 2): 6, ("gather_fields_kernel", 8): 4}
 BARRIERS_OF_LAYOUTS |= {("select_tokens_kernel", 2): 4, ("select_tokens_kernel", 4): 6}
 """Barriers that move tokens between layouts through shared memory, by kernel and searches."""
 def searches_of(variant: Variant) -> int:

@@ -64,6 +64,8 @@ COPIES += ("unpad_kernel", "select_tokens_kernel")
 BARRIERS_OF_LAYOUTS = {("build_kernel", 2): 6, ("gather_fields_kernel", 8): 4}
 BARRIERS_OF_LAYOUTS |= {("select_tokens_kernel", 2): 4, ("select_tokens_kernel", 4): 6}
 """Barriers that move tokens between layouts through shared memory, by kernel and searches."""
+
+
 def searches_of(variant: Variant) -> int:
     """Return the number of searches in a copy kernel's code; its lanes search together."""
     fields = variant["inputs"].count(" x ")

@@ -220,17 +220,17 @@ def in_shares(asked: argparse.Namespace) -> int:
 
 def run_share(command: Sequence[str]) -> int:
     """Run a process, print what it says, and return its status: 0 if all is in order."""
-    process = subprocess.Popen(
-        command, cwd=machine.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
     in_ours = in_others = False
-    assert process.stdout is not None
-    for line in process.stdout:
-        print(line, end="", flush=True)
-        is_told = line.startswith("=========")
-        in_ours |= is_told and "_kernel+0x" in line
-        in_others |= is_told and "Race reported" in line
-    status = abs(process.wait())
+    with subprocess.Popen(
+        command, cwd=machine.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            is_told = line.startswith("=========")
+            in_ours |= is_told and "_kernel+0x" in line
+            in_others |= is_told and "Race reported" in line
+    status = abs(process.returncode)
     return 0 if status == FOUND and in_others and not in_ours else status
 
 

@@ -40,7 +40,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 """Each tensor then has memory of its own, so that an access beside it is noticed."""
 TOOLS = [*os.environ.get("PATH", "").split(os.pathsep), "/usr/local/cuda/bin"]
-TOLD = re.compile(r"(\[gw\d+\].*)?\b(FAILED|ERROR)\b|=========")
+TOLD = re.compile(r"(\[gw\d+\].*|tests/.* )?\b(FAILED|ERROR)\b|=========")
 """Begins the lines that say what failed."""
 
 

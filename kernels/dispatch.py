@@ -53,7 +53,7 @@ def register_op(
 def call_op(name: str, *arguments: Any) -> Any:
     """Call an op by its name, by position.
 
-    The dispatcher of torch takes as long as a launch. It has to do with a call only where a
+    The dispatcher of torch takes about as long as a launch. It has to do with a call only where a
     gradient is recorded, something traces, transforms or profiles, or a tensor is of a subclass, on
     the meta device, sparse, or a conjugated or negated view. All other calls go directly to the
     implementation.
@@ -72,6 +72,7 @@ def _is_plain() -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
         or torch.autograd.profiler._is_profiler_enabled
+        or torch._C._get_tracing_state() is not None
     )
 
 

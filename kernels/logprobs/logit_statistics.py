@@ -42,8 +42,8 @@ class Tile(NamedTuple):
 def tiles_of(logits: Logits, hidden: torch.Tensor, multiple: int = 1) -> Iterator[Tile]:
     """Yield the tiles, column of tiles by column; ``hidden`` is ``[R, H]``, the gathered rows.
 
-    All tiles lie in the same memory. Their columns, but for the last, are a multiple of
-    ``multiple``: where rows end within 16 bytes, products take twice as long on a device.
+    All tiles lie in the same memory. The number of columns is a multiple of ``multiple``, so that
+    the rows of a product begin and end on 16 bytes; that of the last tiles may be another.
     """
     num_rows, vocabulary = hidden.shape[0], logits.weight.shape[0]
     kind = "cuda" if hidden.is_cuda else "cpu"

@@ -161,6 +161,17 @@ def test_launches_of_a_rival_that_takes_long_are_not_counted(monkeypatch):
     assert timing.measure(Contender(OURS, says("done"), "all"), "cuda")["launches"] == 2
 
 
+def test_a_rival_that_takes_long_runs_once(monkeypatch):
+    device = PretendedDevice(monkeypatch)
+    monkeypatch.setattr(timing, "SLOW_S", 0.0)
+    monkeypatch.setattr(timing, "launches", lambda work: {"launches": 1, "copies": 0, "waits": 0})
+    for name, measured in (("rival", {"wall_ms"}), (OURS, {"wall_ms", "cold_ms", "launches"})):
+        device.calls.clear()
+        ran = Contender(name, lambda: device.calls.append("work"), "all")
+        assert measured <= timing.measure(ran, "cuda").keys()
+        assert (device.calls.count("work") == 1) == (name == "rival")
+
+
 def test_kernels_that_take_longest_together_are_kept(monkeypatch):
     monkeypatch.setattr(timing, "MOST_KERNELS", 2)
     timed = [("build_kernel", 3.0), ("scan_kernel", 2.5), ("fill", 4.0), ("scan_kernel", 2.5)]

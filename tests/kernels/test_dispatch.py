@@ -137,6 +137,12 @@ def test_where_torch_takes_part_it_does(call: Callable[[], Any], dispatched: lis
     assert dispatched == ["segment_reduce"]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_tracer_sees_an_op() -> None:
+    traced = torch.jit.trace(reduce, torch.arange(5.0))
+    assert "trajpack::segment_reduce" in str(traced.graph)
+
+
 def test_under_transforms_no_gradient_is_lost(dispatched: list[str]) -> None:
     """Torch refuses them for ops with gradients of their own; a direct call would give zeros."""
     with pytest.raises(RuntimeError, match="functorch"):

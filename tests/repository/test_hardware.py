@@ -96,9 +96,59 @@ def test_a_part_says_which_module_it_lacks(tmp_path: Path) -> None:
 
 
 def test_what_failed_is_told(tmp_path: Path) -> None:
-    run_all([python("fails", "print('FAILED a'); exit(1)")], "", tmp_path, tmp_path)
+    lines = [
+        "FAILED a",
+        "[gw1] [ 2%] FAILED tests/gpu/test_a.py::test_b",
+        "tests/gpu/test_a.py::test_b ERROR [ 2%]",
+        "========= Invalid __global__ read",
+    ]
+    said = ["tests/gpu/test_a.py::test_c PASSED", *lines, "4 passed"]
+    program = f"print(*{said!r}, sep=chr(10)); exit(1)"
+    run_all([python("fails", program)], "", tmp_path, tmp_path)
     (written,) = json.loads((tmp_path / "hardware.json").read_text())["parts"]
-    assert written["told"] == ["FAILED a"]
+    assert written["told"] == lines
+
+
+def test_parts_that_time_nothing_run_beside_each_other(tmp_path: Path) -> None:
+    """Each of two ends when the other has begun; one that times begins when both have ended."""
+    meet = """
+import pathlib, sys, time
+own, other, folder = sys.argv[1:4]
+(pathlib.Path(folder) / own).touch()
+while not (pathlib.Path(folder) / other).exists():
+    time.sleep(0.01)
+time.sleep(0.1)
+(pathlib.Path(folder) / f"{own} ended").touch()
+"""
+    names = ("a", "b")
+    folder = str(tmp_path)
+    wanted = [
+        Part(one, 60, (sys.executable, "-c", meet, one, other, folder), beside=True)
+        for one, other in (names, names[::-1])
+    ]
+    ended = [str(tmp_path / f"{name} ended") for name in names]
+    alone = f"import os; assert all(map(os.path.exists, {ended!r}))"
+    assert run_all([*wanted, python("times", alone)], "", tmp_path, tmp_path) == 0
+    written = json.loads((tmp_path / "hardware.json").read_text())["parts"]
+    assert [part["part"] for part in written] == ["a", "b", "times"]
+
+
+RACE = "========= Error: Race reported between Read access at "
+
+
+@pytest.mark.parametrize(
+    ("lines", "status", "found"),
+    [
+        ([], 0, 0),
+        ([f"{RACE}nvjet_sm90_tss+0xb30"], 86, 0),
+        ([f"{RACE}nvjet_sm90_tss+0xb30", f"{RACE}scan_kernel+0x10"], 86, 86),
+        (["========= Program hit an error"], 86, 86),
+        ([f"{RACE}nvjet_sm90_tss+0xb30"], 1, 1),
+    ],
+)
+def test_a_race_in_another_library_is_no_failure(lines: list[str], status: int, found: int) -> None:
+    program = f"print(*{lines!r}, sep=chr(10)); exit({status})"
+    assert device_checks.run_share([sys.executable, "-c", program]) == found
 
 
 def test_the_cheapest_evidence_comes_first() -> None:
@@ -128,6 +178,13 @@ def test_each_benchmark_of_a_device_belongs_to_one_part() -> None:
 def rows_of(file: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = json.loads(file.read_text())["rows"]
     return rows
+
+
+def test_shares_of_a_part_make_one_file(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    assert device_checks.main(["copies", str(file), "--rehearse", "--shares", "2"]) == 0
+    assert [row["writes"] for row in rows_of(file)] == [1 / 2, 6 / 7]
+    assert [*tmp_path.iterdir()] == [file]
 
 
 @pytest.mark.parametrize("part", ["copies", "kernels", "sync", "graphs"])

@@ -75,6 +75,20 @@ def test_kernels_equal_the_reference(dtype: torch.dtype, options: dict[str, Any]
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("vocabulary", [50, 64, 200, 256, 1000])
+def test_rows_of_tiles_begin_and_end_on_a_multiple(
+    vocabulary: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_COLUMNS", {"cpu": 128})
+    logits = case(5, vocabulary).logits
+    tiles = module.tiles_of(logits, logits.hidden.index_select(0, logits.rows), 32)
+    columns = [tile.columns for tile in tiles]
+    assert [one.start for one in columns[1:]] == [one.stop for one in columns[:-1]]
+    assert (columns[0].start, columns[-1].stop) == (0, vocabulary)
+    assert all((one.stop - one.start) % 32 == 0 for one in columns[:-1])
+    assert all(one.stop - one.start <= 128 for one in columns)
+
+
 def test_kernels_take_more_pairs_than_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_COLUMNS", {"cpu": 1024})  # a row has some in each tile
     one = case(3, 2000)

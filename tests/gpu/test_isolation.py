@@ -14,14 +14,28 @@ from trajpack.packing.adapters.huggingface import check_isolation
 pytestmark = pytest.mark.gpu
 
 
+class Experts(nn.Module):
+    """Routes tokens to experts, whose products are as long as what they are sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(256, 256) for _ in range(8)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen, sent = x[..., :8].argmax(-1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            sent[chosen == number] = expert(x[chosen == number]).to(x.dtype)
+        return x + sent
+
+
 class Model(nn.Module):
-    """Routes tokens to experts, whose matrices are as long as what they are sent."""
+    """Layers of experts. Each is a module, whose rounding is compared on equal inputs."""
 
     def __init__(self, leaks: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.tokens, self.leaks = nn.Embedding(500, 256), leaks
-        self.experts = nn.ModuleList([nn.Linear(256, 256) for _ in range(8)])
+        self.layers = nn.ModuleList([Experts() for _ in range(4)])
         self.head = nn.Linear(256, 500)
 
     def get_input_embeddings(self) -> nn.Embedding:
@@ -29,12 +43,8 @@ class Model(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
         x = self.tokens(input_ids)
-        for _ in range(4):
-            chosen = x[..., :8].argmax(-1)
-            sent = torch.zeros_like(x)
-            for number, expert in enumerate(self.experts):
-                sent[chosen == number] = expert(x[chosen == number]).to(x.dtype)
-            x = torch.nn.functional.dropout(x + sent, 0.1, self.training)
+        for layer in self.layers:
+            x = nn.functional.dropout(layer(x), 0.1, self.training)
         return SimpleNamespace(logits=self.head(x + 0.1 * x.cumsum(1) if self.leaks else x))
 
 

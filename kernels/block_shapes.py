@@ -11,7 +11,6 @@ each SM.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -30,14 +29,6 @@ class BlockShape(NamedTuple):
     threads: int
     most_registers: int | None = None
     """Limit of a thread's registers for the compiler; CUDA only."""
-
-
-class Launch(NamedTuple):
-    """Shape of a launch."""
-
-    block: int
-    options: dict[str, int | bool]
-    """``num_warps`` and other keywords of a Triton launch."""
 
 
 SHAPES = {
@@ -101,21 +92,3 @@ def architecture_of(device: int) -> str:
 def block_shape(kernel: str, architecture: str = DEFAULT) -> BlockShape:
     """Return the shape of ``kernel`` for ``architecture``."""
     return SHAPES.get(f"{kernel} on {architecture}", SHAPES[kernel])
-
-
-def cdiv(entries: int, block: int) -> int:
-    """Return the number of blocks for ``entries``. Triton's serves kernels too, and is slow."""
-    return -(-entries // block)
-
-
-@cache
-def launch_on(kernel: str, device: int) -> Launch:
-    """Return the launch of ``kernel`` on a device, given by its ``torch.Tensor.get_device()``."""
-    architecture = architecture_of(device)
-    shape = block_shape(kernel, architecture)
-    wave = 64 if architecture.startswith("gfx9") else 32
-    warps = max(shape.threads // wave, 1)
-    options: dict[str, int | bool] = {"num_warps": warps, "enable_fp_fusion": False}
-    if shape.most_registers is not None and not architecture.startswith("gfx"):
-        options["maxnreg"] = shape.most_registers
-    return Launch(shape.block, options)

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trajpack.kernels.block_shapes import DEFAULT, block_shape, cdiv, launch_on
+from trajpack.kernels.block_shapes import DEFAULT, block_shape
 from trajpack.kernels.corrections.importance_weights import OF_SEGMENTS
 from trajpack.kernels.corrections.slots import LOG_BOUND, UNIT, Places
 from trajpack.kernels.corrections.slots_triton import (
@@ -32,6 +32,7 @@ from trajpack.kernels.corrections.slots_triton import (
     slots_of,
     sum_slots,
 )
+from trajpack.kernels.launches import cdiv, launch_on
 from trajpack.kernels.reduce.whiten_triton import aligned
 
 if TYPE_CHECKING:
@@ -299,22 +300,19 @@ def importance_weights_forward(
     metrics = torch.empty(SUMS + 2, dtype=torch.float64, device=device)
     used = cells if level in OF_SEGMENTS else None
     programs = max(min(num_tiles, MOST_PROGRAMS), 1) if correction.normalize else 1
-    options = launch_on("weigh_kernel", loss_mask.get_device()).options
-    with torch.cuda.device_of(loss_mask):  # Triton launches on the current device
-        if num_chunks:
-            weigh_kernel[(num_chunks,)](
-                *inputs, *(places or Places(None, None, None, 0, 0)), table, weights, partials,
-                tokens, int(level in OF_SEGMENTS), int(level == "geometric"), int(level == "none"),
-                OUTSIDE[correction.outside], correction.low, correction.high,
-                *correction.log_window, int(rejection is not None), int(rejected in OF_SEGMENTS),
-                int(rejected == "geometric"),
-                *(rejection.log_window if rejection else (0.0, 0.0)),
-                TILE=TILE, EACH=EACH, TILES=TILES, **options,
-            )  # fmt: skip
-        merge_kernel[(programs,)](
-            partials, used, weights, metrics, num_tiles * TILE, num_chunks,
-            int(correction.normalize), SUMS=SUMS, PARTIALS=PARTIALS,
-            COLUMNS=triton.next_power_of_2(PARTIALS), MERGED=MERGED, CELLS=CELLS, APART=APART,
-            TILE=TILE, **options,
-        )  # fmt: skip
+    launch = launch_on("weigh_kernel", loss_mask.get_device())
+    launch(
+        weigh_kernel, num_chunks, *inputs, *(places or Places(None, None, None, 0, 0)), table,
+        weights, partials, tokens, int(level in OF_SEGMENTS), int(level == "geometric"),
+        int(level == "none"), OUTSIDE[correction.outside], correction.low, correction.high,
+        *correction.log_window, int(rejection is not None), int(rejected in OF_SEGMENTS),
+        int(rejected == "geometric"), *(rejection.log_window if rejection else (0.0, 0.0)),
+        TILE=TILE, EACH=EACH, TILES=TILES,
+    )  # fmt: skip
+    launch(
+        merge_kernel, programs, partials, used, weights, metrics, num_tiles * TILE, num_chunks,
+        int(correction.normalize), SUMS=SUMS, PARTIALS=PARTIALS,
+        COLUMNS=triton.next_power_of_2(PARTIALS), MERGED=MERGED, CELLS=CELLS, APART=APART,
+        TILE=TILE,
+    )  # fmt: skip
     return weights[:tokens], metrics

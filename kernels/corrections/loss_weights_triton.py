@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trajpack.kernels.block_shapes import DEFAULT, block_shape, cdiv, launch_on
+from trajpack.kernels.block_shapes import DEFAULT, block_shape
 from trajpack.kernels.corrections.slots import Places
 from trajpack.kernels.corrections.slots_triton import (
     APART,
@@ -18,6 +18,7 @@ from trajpack.kernels.corrections.slots_triton import (
     slots_of,
     sum_slots,
 )
+from trajpack.kernels.launches import cdiv, launch_on
 from trajpack.kernels.reduce.whiten_triton import aligned
 
 TILE = block_shape("loss_weights", DEFAULT).block
@@ -81,12 +82,9 @@ def loss_weights_forward(
     entries = entries_of(counts, places)
     tiles = cdiv(entries, TILE)
     weights = torch.empty(tiles * TILE, dtype=torch.float32, device=counts.device)
-    if tiles:
-        with torch.cuda.device_of(counts):  # Triton launches on the current device
-            share_kernel[(tiles,)](
-                counts, *(places or Places(None, None, None, 0, 0))[1:],
-                counts if table is None else table, cells, denominator, weights, entries, given,
-                int(divides), HAS_SLOTS=places is not None, CELLS=CELLS, APART=APART, TILE=TILE,
-                **launch_on("loss_weights", counts.get_device()).options,
-            )  # fmt: skip
+    launch_on("loss_weights", counts.get_device())(
+        share_kernel, tiles, counts, *(places or Places(None, None, None, 0, 0))[1:],
+        counts if table is None else table, cells, denominator, weights, entries, given,
+        int(divides), HAS_SLOTS=places is not None, CELLS=CELLS, APART=APART, TILE=TILE,
+    )  # fmt: skip
     return weights[:entries]

@@ -17,8 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from trajpack.kernels.block_shapes import cdiv, launch_on
 from trajpack.kernels.corrections.slots import FAR, LOG_BOUND, UNIT, Places
+from trajpack.kernels.launches import cdiv, launch_on
 from trajpack.kernels.search_triton import find_segment, find_segments
 
 LANES = 32
@@ -199,13 +199,11 @@ def sum_slots(
     numbers = torch.zeros(head + places.num_slots * words, dtype=torch.int64, device=counts.device)
     kernel = "sum_slots_kernel" + ", ends" * are_ends(places)
     launch, entries = launch_on(kernel, counts.get_device()), entries_of(counts, places)
-    if entries:
-        with torch.cuda.device_of(counts):  # Triton launches on the current device
-            sum_slots_kernel[(cdiv(entries, launch.block),)](
-                counts, logprobs, rollout_logprobs, *places, numbers, entries, int(clamps),
-                LANES=LANES, CELLS=CELLS, APART=APART, WORDS=words, TILE=launch.block,
-                **launch.options,
-            )  # fmt: skip
+    launch(
+        sum_slots_kernel, cdiv(entries, launch.block), counts, logprobs, rollout_logprobs, *places,
+        numbers, entries, int(clamps), LANES=LANES, CELLS=CELLS, APART=APART, WORDS=words,
+        TILE=launch.block,
+    )  # fmt: skip
     return numbers[:head], numbers[head:].view(-1, words)
 
 

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trajpack.kernels.block_shapes import cdiv, launch_on
+from trajpack.kernels.launches import cdiv, launch_on
 from trajpack.kernels.runs import RUN_WIDTH, TILE, Run
 from trajpack.kernels.search_triton import find_segment, find_segments
 
@@ -62,14 +62,11 @@ def scores_forward(
     lengths = torch.empty(num_segments, dtype=torch.int32, device=device)
     valid = torch.empty(num_segments, dtype=torch.bool, device=device)
     shares = torch.empty((programs, 2), dtype=torch.int32, device=device)
-    if programs:
-        with torch.cuda.device_of(turn_rewards):  # Triton launches on the current device
-            scores_kernel[(programs,)](
-                turn_rewards, turn_truncated.view(torch.int8), cu_generated, cu_turns, group_ids,
-                given, scores, lengths, valid.view(torch.int8), shares, num_segments, clip,
-                int(masks),
-                BLOCK=launch.block, **launch.options,
-            )  # fmt: skip
+    launch(
+        scores_kernel, programs, turn_rewards, turn_truncated.view(torch.int8), cu_generated,
+        cu_turns, group_ids, given, scores, lengths, valid.view(torch.int8), shares, num_segments,
+        clip, int(masks), BLOCK=launch.block,
+    )  # fmt: skip
     return scores, lengths, valid, shares
 
 
@@ -135,11 +132,9 @@ def spread_forward(
     memory = torch.empty(size, dtype=torch.float32, device=runs.device)
     second = torch.empty_like(memory) if others is not None else memory.new_empty(0)
     launch = launch_on("spread_kernel", runs.get_device())
-    if num_tokens:
-        with torch.cuda.device_of(runs):
-            spread_kernel[(cdiv(num_tokens, launch.block),)](
-                runs, values, steps, index, others, memory, second,
-                1 if index is None else index.stride(0), runs.shape[0] - 1, num_tokens, weight,
-                BLOCK=launch.block, **launch.options,
-            )  # fmt: skip
+    launch(
+        spread_kernel, cdiv(num_tokens, launch.block), runs, values, steps, index, others, memory,
+        second, 1 if index is None else index.stride(0), runs.shape[0] - 1, num_tokens, weight,
+        BLOCK=launch.block,
+    )  # fmt: skip
     return memory[:num_tokens], second[:num_tokens]

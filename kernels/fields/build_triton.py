@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trajpack.kernels.block_shapes import cdiv, launch_on
+from trajpack.kernels.launches import cdiv, launch_on
 from trajpack.kernels.runs import RUN_WIDTH, TILE, Run
 from trajpack.kernels.search_triton import find_segment, find_segments
 
@@ -88,11 +88,8 @@ def write_fields(
     memory: torch.Tensor,
 ) -> None:
     """Launch the kernel; it writes ``memory`` of `empty_memory` to the end."""
-    if not num_tokens:
-        return
     launch = launch_on("build_kernel", words.get_device())
-    with torch.cuda.device_of(words):  # Triton launches on the current device
-        build_kernel[(cdiv(num_tokens, launch.block),)](
-            words, runs, turn_returns, memory, runs.shape[0] - 1, num_tokens,
-            BLOCK=launch.block, **launch.options,
-        )  # fmt: skip
+    launch(
+        build_kernel, cdiv(num_tokens, launch.block), words, runs, turn_returns, memory,
+        runs.shape[0] - 1, num_tokens, BLOCK=launch.block,
+    )  # fmt: skip

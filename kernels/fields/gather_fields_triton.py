@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from trajpack.kernels.block_shapes import cdiv, launch_on
 from trajpack.kernels.fields.units import Rows
+from trajpack.kernels.launches import cdiv, launch_on
 from trajpack.kernels.runs import RUN_WIDTH, Run
 from trajpack.kernels.search_triton import find_segment, find_segments
 
@@ -91,9 +91,8 @@ def write_rows(
     if not tiles:
         return
     widths, units, fills = zip(*layouts, strict=True)
-    with torch.cuda.device_of(words):  # Triton launches on the current device
-        gather_fields_kernel[(tiles,)](
-            words, runs, sources, tuple(out), runs.shape[0] - 1, num_tokens, WIDTHS=widths,
-            UNITS=units, FILLS=fills, GENERATED_ONLY=tuple(map(int, masks)), BLOCK=launch.block,
-            **launch.options,
-        )  # fmt: skip
+    launch(
+        gather_fields_kernel, tiles, words, runs, sources, tuple(out), runs.shape[0] - 1,
+        num_tokens, WIDTHS=widths, UNITS=units, FILLS=fills,
+        GENERATED_ONLY=tuple(map(int, masks)), BLOCK=launch.block,
+    )  # fmt: skip

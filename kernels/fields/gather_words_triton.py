@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from trajpack.kernels.block_shapes import cdiv, launch_on
 from trajpack.kernels.fields.gather_words import PIECE_WIDTH, Kind, Piece
+from trajpack.kernels.launches import cdiv, launch_on
 from trajpack.kernels.search_triton import find_segment
 
 BLOCK = launch_on("gather_words_kernel", -1).block
@@ -85,9 +85,7 @@ def gather_words_forward(table: torch.Tensor, num_words: int) -> torch.Tensor:
     launch = launch_on("gather_words_kernel", table.get_device())
     tiles = cdiv(num_words, launch.block)
     words = torch.empty(tiles * launch.block, dtype=torch.int32, device=table.device)
-    if tiles:
-        with torch.cuda.device_of(table):  # Triton launches on the current device
-            gather_words_kernel[(tiles,)](
-                table, words, table.shape[0] - 1, num_words, BLOCK=launch.block, **launch.options
-            )
+    launch(
+        gather_words_kernel, tiles, table, words, table.shape[0] - 1, num_words, BLOCK=launch.block
+    )
     return words[:num_words]

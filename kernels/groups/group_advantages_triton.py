@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trajpack.kernels.block_shapes import cdiv, launch_on
+from trajpack.kernels.launches import cdiv, launch_on
 from trajpack.kernels.search_triton import find_segment, find_segments
 
 if TYPE_CHECKING:
@@ -253,14 +253,13 @@ def group_advantages_forward(
     sizes = {"group_advantages_kernel": (0, LONG)}
     if (members if longest is None else min(longest, members)) > LONG:
         sizes["group_advantages_kernel, long"] = (LONG + 1, 2**31 - 1)
-    with torch.cuda.device_of(scores):  # Triton launches on the current device
-        for kernel, (least, most) in sizes.items():
-            shape = launch_on(kernel, scores.get_device())
-            group_advantages_kernel[(num_groups,)](
-                scores, order, segments, lengths, mask, shares, advantages, segments.ndim, least,
-                most, num_parts, rule.ddof, rule.eps, raw,
-                BASELINE=rule.baseline, SCALE=rule.scale, BLOCK=shape.block, **shape.options,
-            )  # fmt: skip
+    for kernel, (least, most) in sizes.items():
+        launch = launch_on(kernel, scores.get_device())
+        launch(
+            group_advantages_kernel, num_groups, scores, order, segments, lengths, mask, shares,
+            advantages, segments.ndim, least, most, num_parts, rule.ddof, rule.eps, raw,
+            BASELINE=rule.baseline, SCALE=rule.scale, BLOCK=launch.block,
+        )  # fmt: skip
     return advantages
 
 
@@ -309,11 +308,8 @@ def order_forward(
     """Launch a program for each ``COMPARED`` members; return the results of `order_by_state`."""
     members = order.shape[0]
     ordered, spans = torch.empty_like(order), order.new_empty((members, 2))
-    if members:
-        launch = launch_on("group_advantages_kernel", order.get_device())
-        with torch.cuda.device_of(order):
-            order_kernel[(cdiv(members, COMPARED),)](
-                order, cu_groups, states, ordered, spans, cu_groups.shape[0] - 1, members,
-                COMPARED=COMPARED, **launch.options,
-            )  # fmt: skip
+    launch_on("group_advantages_kernel", order.get_device())(
+        order_kernel, cdiv(members, COMPARED), order, cu_groups, states, ordered, spans,
+        cu_groups.shape[0] - 1, members, COMPARED=COMPARED,
+    )  # fmt: skip
     return ordered, spans

@@ -7,11 +7,11 @@ but those of its few pairs, whose tokens are in memory one behind the other.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-from trajpack.kernels.block_shapes import DEFAULT, block_shape, launch_on
+from trajpack.kernels.block_shapes import DEFAULT, block_shape
+from trajpack.kernels.launches import launch_on
 
 BLOCK = block_shape("logit_statistics", DEFAULT).block
 PAIRS = 128
@@ -141,14 +141,12 @@ def _launch(kernel, logits, tile, pairs, vectors, of_pairs, *, with_mean) -> Non
     """Launch a program for each row; arguments as for the references."""
     num_rows, width = tile.logits.shape
     temperature = logits.temperature_of(tile.rows)
-    with torch.cuda.device_of(tile.padded):  # Triton launches on the current device
-        kernel[(num_rows,)](
-            tile.padded, tile.padded if temperature is None else temperature,
-            *vectors[:, tile.rows], pairs.boundaries[tile.rows.start :], pairs.tokens, of_pairs,
-            tile.padded.stride(0), tile.columns.start, width, logits.softcap,
-            HAS_TEMPERATURE=temperature is not None, WITH_MEAN=with_mean, BLOCK=BLOCK, PAIRS=PAIRS,
-            **launch_on("logit_statistics", tile.padded.get_device()).options,
-        )  # fmt: skip
+    launch_on("logit_statistics", tile.padded.get_device())(
+        kernel, num_rows, tile.padded, tile.padded if temperature is None else temperature,
+        *vectors[:, tile.rows], pairs.boundaries[tile.rows.start :], pairs.tokens, of_pairs,
+        tile.padded.stride(0), tile.columns.start, width, logits.softcap,
+        HAS_TEMPERATURE=temperature is not None, WITH_MEAN=with_mean, BLOCK=BLOCK, PAIRS=PAIRS,
+    )  # fmt: skip
 
 
 def fold_forward(logits, tile, pairs, running, picked, *, with_mean) -> None:

@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from trajpack.kernels.block_shapes import cdiv, launch_on
 from trajpack.kernels.fields.units import UNITS
+from trajpack.kernels.launches import cdiv, launch_on
 from trajpack.kernels.search_triton import find_segment, find_segments
 
 MAX_WIDTH = 2**31 - 4096
@@ -149,13 +149,11 @@ def _launch(
     tile = launch.block * element
     tiles = cdiv(prod(shape) * size, tile)
     whole = source.new_empty(tiles * tile // size)
-    if tiles:
-        with torch.cuda.device_of(source):  # Triton launches on the current device
-            kernel[(tiles,)](
-                memory, cu_seqlens, whole.view(UNITS[element]), *numbers, int(side == "left"),
-                width, *(step * size // unit for step in steps), *fill,
-                PER_UNIT=unit // element, BLOCK=launch.block, **launch.options,
-            )  # fmt: skip
+    launch(
+        kernel, tiles, memory, cu_seqlens, whole.view(UNITS[element]), *numbers,
+        int(side == "left"), width, *(step * size // unit for step in steps), *fill,
+        PER_UNIT=unit // element, BLOCK=launch.block,
+    )  # fmt: skip
     return whole[: prod(shape)].view(shape)
 
 

@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-from trajpack.kernels.block_shapes import cdiv, launch_on
 from trajpack.kernels.fields.gather_fields_triton import tile_of_rows
 from trajpack.kernels.fields.units import Rows, empty_units
+from trajpack.kernels.launches import cdiv, launch_on
 from trajpack.kernels.rearrange.select_tokens import Segment
 from trajpack.kernels.search_triton import find_segment, find_segments
 
@@ -87,13 +87,12 @@ def select_forward(
     widths = tuple(row.width for row in rows)
     distinct = tuple(sorted({*widths, *(row.width for row in places)}))
     tiles = sum(cdiv(num_tokens * width, launch.block) for width in distinct)
-    if tiles:
-        with torch.cuda.device_of(table):  # Triton launches on the current device
-            select_tokens_kernel[(tiles,)](
-                tuple(sources), outs, positions_and_segments, table, table.stride(0),
-                table.shape[1] - 1, sources[0].shape[0] // rows[0].width, num_tokens,
-                WIDTHS=widths, FILLS=tuple(row.fill for row in rows), ZERO=positions == "zero",
-                DISTINCT=distinct, BLOCK=launch.block, **launch.options,
-            )  # fmt: skip
+    if tiles:  # there may be no row
+        launch(
+            select_tokens_kernel, tiles, tuple(sources), outs, positions_and_segments, table,
+            table.stride(0), table.shape[1] - 1, sources[0].shape[0] // rows[0].width, num_tokens,
+            WIDTHS=widths, FILLS=tuple(row.fill for row in rows), ZERO=positions == "zero",
+            DISTINCT=distinct, BLOCK=launch.block,
+        )  # fmt: skip
     pairs = zip(memory, [*rows, *places], strict=True)
     return [units[: num_tokens * row.width] for units, row in pairs]

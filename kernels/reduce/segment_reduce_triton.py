@@ -17,13 +17,12 @@ are those of integers in the same order, above which NaN stands.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from trajpack.kernels.block_shapes import block_shape, cdiv, launch_on
+from trajpack.kernels.block_shapes import block_shape
+from trajpack.kernels.launches import cdiv, launch_on
 from trajpack.kernels.search_triton import find_segment, find_segments
 
 ROWS = 4
@@ -235,28 +234,26 @@ def segment_reduce_forward(
         return
     few = entries <= FEWEST_ENTRIES or (max_seqlen is not None and max_seqlen <= LONGEST_ROW)
     rows, marks = _as_bytes(x), None if mask is None else _as_bytes(mask)
-    options: dict[str, Any] = {
-        "FORM": (reduction == "max", reduction == "mean"),
-        "SIZES": (ROWS, LANES, STEPS, CHUNK),
-        **launch_on("segment_reduce", x.get_device()).options,
-    }
+    form = (reduction == "max", reduction == "mean")
+    constants = {"FORM": form, "SIZES": (ROWS, LANES, STEPS, CHUNK)}
+    launch = launch_on("segment_reduce", x.get_device())
     partials = counts = None
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        if not few and segments.ndim == 1:
-            windows = cdiv(entries, CHUNK)
-            dtype = torch.float64 if x.is_floating_point() else torch.int64
-            if reduction == "max":
-                dtype = {4: torch.int32, 8: torch.int64}[x.element_size()]
-            partials = torch.empty((windows, LANES), dtype=dtype, device=x.device)
-            if reduction == "mean" and mask is not None:
-                counts = torch.empty((windows, LANES), dtype=torch.int32, device=x.device)
-            chunk_partials_kernel[(cdiv(windows, ROWS),)](
-                rows, marks, segments, partials, counts, entries, num_segments, windows, **options
-            )
-        segment_reduce_kernel[(cdiv(num_segments, ROWS),)](
-            rows, marks, segments, out, partials, counts, entries, num_segments, segments.ndim,
-            **options,
+    if not few and segments.ndim == 1:
+        windows = cdiv(entries, CHUNK)
+        dtype = torch.float64 if x.is_floating_point() else torch.int64
+        if reduction == "max":
+            dtype = {4: torch.int32, 8: torch.int64}[x.element_size()]
+        partials = torch.empty((windows, LANES), dtype=dtype, device=x.device)
+        if reduction == "mean" and mask is not None:
+            counts = torch.empty((windows, LANES), dtype=torch.int32, device=x.device)
+        launch(
+            chunk_partials_kernel, cdiv(windows, ROWS), rows, marks, segments, partials, counts,
+            entries, num_segments, windows, **constants,
         )  # fmt: skip
+    launch(
+        segment_reduce_kernel, cdiv(num_segments, ROWS), rows, marks, segments, out, partials,
+        counts, entries, num_segments, segments.ndim, **constants,
+    )  # fmt: skip
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

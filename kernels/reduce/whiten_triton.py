@@ -17,7 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from trajpack.kernels.block_shapes import block_shape, cdiv, launch_on
+from trajpack.kernels.block_shapes import block_shape
+from trajpack.kernels.launches import cdiv, launch_on
 
 CHUNK = block_shape("whiten").block
 """The same on every architecture: it decides the order of the sums, as PARTS does."""
@@ -167,11 +168,10 @@ def moments_forward(x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     x, counts = aligned(x), aligned(counts)
     parts = max(min(cdiv(x.shape[0], CHUNK), PARTS), 1)
     moments = torch.empty(MOMENTS.value * (parts + 1), dtype=torch.float64, device=x.device)
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        moments_kernel[(parts,)](
-            x, counts, moments, new_counter(x.device), x.shape[0], CHUNK=CHUNK, PARTS=PARTS,
-            **launch_on("whiten", x.get_device()).options,
-        )  # fmt: skip
+    launch_on("whiten", x.get_device())(
+        moments_kernel, parts, x, counts, moments, new_counter(x.device), x.shape[0], CHUNK=CHUNK,
+        PARTS=PARTS,
+    )  # fmt: skip
     return moments[: MOMENTS.value]
 
 
@@ -194,12 +194,10 @@ def whiten_forward(
     if given is None and chunks != 1:
         given = moments_forward(x, counts)
     moments = x.new_empty(MOMENTS.value, dtype=torch.float64) if given is None else given
-    if chunks:
-        with torch.cuda.device_of(x):
-            whiten_kernel[(chunks,)](
-                x, counts, given, moments, whitened, x.shape[0], ddof, eps, int(center),
-                CHUNK=CHUNK, **launch_on("whiten", x.get_device()).options,
-            )  # fmt: skip
+    launch_on("whiten", x.get_device())(
+        whiten_kernel, chunks, x, counts, given, moments, whitened, x.shape[0], ddof, eps,
+        int(center), CHUNK=CHUNK,
+    )  # fmt: skip
     return whitened[: x.shape[0]], moments
 
 

@@ -39,8 +39,9 @@ import torch
 import triton
 import triton.language as tl
 
-from trajpack.kernels.block_shapes import block_shape, cdiv, launch_on
+from trajpack.kernels.block_shapes import block_shape
 from trajpack.kernels.corrections.penalties import KL_ESTIMATORS
+from trajpack.kernels.launches import Launch, cdiv, launch_on
 from trajpack.kernels.scan.observations import OBSERVATIONS
 from trajpack.kernels.scan.scan_inputs import KINDS, Limits, Scan
 from trajpack.kernels.search_triton import find_segment, find_segments
@@ -708,29 +709,28 @@ def launch(scan: Scan, outputs: tuple[torch.Tensor, ...]) -> None:
         return
     longest = positions if scan.max_seqlen is None else scan.max_seqlen
     windows, effects = 0, None
-    arguments = _arguments(scan)
-    with torch.cuda.device_of(scan.cu_seqlens):  # Triton launches on the current device
-        if min(positions, longest) > LONGEST_WALK:
-            windows = cdiv(positions, ROW)
-            numbers = windows * (5 if scan.kind == "vtrace" else 2)
-            effects = torch.empty(numbers, dtype=torch.float64, device=scan.cu_seqlens.device)
-            effects_kernel[(windows,)](effects=effects, **arguments)
-        # a program takes about four blocks of short segments, or one segment
-        width = min(longest, cdiv(positions, max(scan.num_segments, 1))) + EACH.value
-        share = min(4 * BLOCK // width, LANES.value) if 2 * width <= BLOCK else 1
-        walks = cdiv(scan.num_segments, share)
-        if share == 1:
-            walks = cdiv(walks, LANES.value) * LANES.value
-        fill_ids = None if scan.by_turn else scan.turn_ids
-        tiles = 0 if fill_ids is None else cdiv(num_tokens, BLOCK)
-        scan_kernel[(walks + windows + tiles,)](
-            outputs=outputs, effects=effects, fill_ids=fill_ids, share=share, num_windows=windows,
-            num_tokens=num_tokens, **arguments,
-        )  # fmt: skip
+    launch_kernel, arguments = _prepared(scan)
+    if min(positions, longest) > LONGEST_WALK:
+        windows = cdiv(positions, ROW)
+        numbers = windows * (5 if scan.kind == "vtrace" else 2)
+        effects = torch.empty(numbers, dtype=torch.float64, device=scan.cu_seqlens.device)
+        launch_kernel(effects_kernel, windows, effects=effects, **arguments)
+    # a program takes about four blocks of short segments, or one segment
+    width = min(longest, cdiv(positions, max(scan.num_segments, 1))) + EACH.value
+    share = min(4 * BLOCK // width, LANES.value) if 2 * width <= BLOCK else 1
+    walks = cdiv(scan.num_segments, share)
+    if share == 1:
+        walks = cdiv(walks, LANES.value) * LANES.value
+    fill_ids = None if scan.by_turn else scan.turn_ids
+    tiles = 0 if fill_ids is None else cdiv(num_tokens, BLOCK)
+    launch_kernel(
+        scan_kernel, walks + windows + tiles, outputs=outputs, effects=effects, fill_ids=fill_ids,
+        share=share, num_windows=windows, num_tokens=num_tokens, **arguments,
+    )  # fmt: skip
 
 
-def _arguments(scan: Scan) -> dict[str, Any]:
-    """Return the arguments that both kernels take, and the options of a launch."""
+def _prepared(scan: Scan) -> tuple[Launch, dict[str, Any]]:
+    """Return the launch of a scan, and the arguments that both kernels take."""
     mask, chunks, observation = scan.loss_mask, None, scan.observation
     # empty tuples in place of None: Triton 3.6 cannot compare a tuple that holds a None
     if scan.begins is not None:
@@ -746,12 +746,11 @@ def _arguments(scan: Scan) -> dict[str, Any]:
     ratios = (scan.logprobs, scan.rollout_logprobs) if scan.kind == "vtrace" else None
     shape = "credit_scan" if ratios is None and chunks is None else "wide_scan"
     estimator = 0 if scan.estimator is None else KL_ESTIMATORS.index(scan.estimator) + 1
-    return {
+    return launch_on(shape, scan.cu_seqlens.get_device()), {
         "source": (scan.rewards, scan.values, mask, chunks, kl, ratios),
         "rates": (scan.gammas, scan.lams),
         **{name: getattr(scan, name) for name in SHARED},
         **Limits(*scan.limits)._asdict(),
         "FORM": (KINDS.index(scan.kind), OBSERVATIONS.index(observation), estimator),
         "SIZES": (BLOCK, ROW, LONGEST_WALK),
-        **launch_on(shape, scan.cu_seqlens.get_device()).options,
     }

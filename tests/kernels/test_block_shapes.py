@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from trajpack.kernels import block_shapes
-from trajpack.kernels.block_shapes import DEFAULT, SHAPES, BlockShape, block_shape, launch_on
+from trajpack.kernels.block_shapes import DEFAULT, SHAPES, BlockShape, block_shape
+from trajpack.kernels.launches import launch_on
 from trajpack.kernels.runs import TILE
 
 

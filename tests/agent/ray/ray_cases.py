@@ -160,6 +160,7 @@ def running_cluster() -> Iterator[None]:
     with ExitStack() as cluster:
         with pytest.MonkeyPatch.context() as patch:  # its processes keep what they begin with
             patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'src'}")
+            patch.setenv("RAY_worker_niceness", "0")  # else other tests leave it no processor
             cluster.enter_context(local_cluster(num_cpus=2, object_store_bytes=200 << 20))
         yield
         begun = processes_of_ray()

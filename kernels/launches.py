@@ -49,15 +49,14 @@ class Launch:
         if not programs:
             return
         with torch.cuda.device(self._device):  # Triton launches on the current device
-            constexprs = getattr(kernel, "constexprs", None)
-            if constexprs is None or self._compiled is None:  # the interpreter, or an AMD GPU
+            if self._compiled is None or not hasattr(kernel, "constexprs"):  # of the interpreter
                 kernel[(programs,)](*arguments, **constants, **self.options)
                 return
             given = (*arguments, *[constants[n] for n in kernel.arg_names[len(arguments) :]])
-            kinds = list(map(_kind, given))
-            for place in constexprs:
+            kinds: list[Hashable] = [_kind(one) for one in given]
+            for place in kernel.constexprs:
                 kinds[place] = given[place]
-            key = kernel, tuple(kinds)
+            key = id(kernel), *kinds  # Triton's own hash of a kernel is slow
             compiled = self._compiled.get(key)
             if compiled is not None:
                 compiled[programs, 1, 1](*given)
@@ -82,12 +81,14 @@ def cdiv(entries: int, block: int) -> int:
 def _kind(argument: Any) -> Any:
     """Return what a compiled variant depends on of an argument, or more."""
     kind = type(argument)
+    if kind is float or argument is None:
+        return kind
     if kind is int:
         if -(2**31) <= argument < 2**31:
             return "1" if argument == 1 else "16" if argument & 15 == 0 else kind
         return "long", argument < 2**63, argument & 15 == 0
     if kind is tuple:
-        return tuple(map(_kind, argument))
+        return tuple([_kind(one) for one in argument])
     if isinstance(argument, torch.Tensor):
         return (argument.dtype,) if argument.data_ptr() & 15 else argument.dtype
-    return kind  # None, a float or a bool
+    return kind

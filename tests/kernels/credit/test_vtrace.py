@@ -67,7 +67,10 @@ def test_every_clip_counts(name: str, impl: Any) -> None:
     assert not torch.allclose(torch.cat(actual), clipped)
 
 
-@pytest.mark.parametrize("observation", OBSERVATIONS)
+@pytest.mark.parametrize(
+    ("observation", "impl"),
+    [*((one, "torch") for one in OBSERVATIONS), ("carry", "triton"), ("reset", "triton")],
+)
 def test_on_policy_it_is_gae_with_full_traces(observation: Any, impl: Any) -> None:
     batch = batch_of(MASKS)
     same = batch._replace(rollout_logprobs=batch.logprobs, lams=torch.ones(len(MASKS)))

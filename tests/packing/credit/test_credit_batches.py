@@ -39,8 +39,14 @@ def assert_same_credit(actual: PackedBatch, expected: PackedBatch) -> None:
         assert_same_bits(getattr(actual, name), getattr(expected, name), name)
 
 
-@pytest.mark.parametrize("impl", ["torch", "triton"])
-@pytest.mark.parametrize("name", [*EVERY, *MORE])
+NAMES = [*EVERY, *MORE]
+OF_EACH_KERNEL = ["GAE", "VTrace, carry", "TurnGAE", "TurnReturns, whitened", "GRPO", "GiGPO"]
+
+
+@pytest.mark.parametrize(
+    ("name", "impl"),
+    [*((name, "torch") for name in NAMES), *((name, "triton") for name in OF_EACH_KERNEL)],
+)
 def test_batches_without_generated_tokens_get_zeros(name, impl):
     layout = LAYOUTS[len(name) % 2]
     silent = [Trajectory("a", [Turn([1], [], [], 3.0)], "x")] * 2

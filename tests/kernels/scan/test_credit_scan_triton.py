@@ -17,7 +17,7 @@ from trajpack.kernels.credit.gae import gae
 from trajpack.kernels.scan import credit_scan_triton
 from trajpack.kernels.scan.credit_scan import credit_scan_reference
 from trajpack.kernels.scan.credit_scan_triton import LONGEST_WALK, credit_scan_forward, launch
-from trajpack.kernels.scan.scan_inputs import KINDS, Limits, Scan
+from trajpack.kernels.scan.scan_inputs import Limits, Scan
 from trajpack.testing import assert_same_bits, boundaries
 
 EDGES = [15, 16, 17, 0, 31, 32, 33, 1, 0, 47, 2, 65]

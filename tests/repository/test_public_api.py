@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -113,24 +114,33 @@ def described(text: str) -> set[str]:
     return names
 
 
-def told(owner: object, seen: frozenset[str] = frozenset()) -> set[str]:
+def told(owner: object) -> set[str]:
     """Return the names that a docstring describes, itself or where it refers the reader to."""
-    text = inspect.getdoc(owner) or ""
-    names = described(text)
-    if not inspect.isclass(owner):
-        names |= {*re.findall(r"``(\w+)\b", text)}  # in a sentence
-    for reference in {*re.findall(r"(?<!`)`([\w.]+)`(?!`)", text)} - seen:
+    names: set[str] = set()
+    waiting, seen = [owner], {owner}
+    while waiting:
+        owner = waiting.pop()
+        text = inspect.getdoc(owner) or ""
+        names |= described(text)
+        if not inspect.isclass(owner):
+            names |= {*re.findall(r"``(\w+)\b", text)}  # in a sentence
+        found = {*referred(owner, text)} - seen
+        seen |= found
+        waiting += found
+    return names
+
+
+def referred(owner: object, text: str) -> Iterator[object]:
+    """Yield the functions and classes that a docstring names, and the bases among them."""
+    for reference in {*re.findall(r"(?<!`)`([\w.]+)`(?!`)", text)}:
         for scope in (trajpack, trajpack.kernels, agent, sys.modules[owner.__module__]):
             other = scope
             for part in reference.removeprefix("trajpack.").split("."):
                 other = getattr(other, part, None)
             if inspect.isfunction(other) or inspect.isclass(other):
-                names |= told(other, seen | {reference})
+                yield other
     if inspect.isclass(owner):
-        for base in owner.__mro__[1:]:
-            if f"`{base.__name__}`" in text:
-                names |= told(base, seen)
-    return names
+        yield from (base for base in owner.__mro__[1:] if f"`{base.__name__}`" in text)
 
 
 def wanted(owner: object) -> set[str]:

@@ -89,6 +89,23 @@ class LayoutTokens(NamedTuple):
         return self.turns / self.merged if self.merged else 1.0
 
 
+HOST_LENGTHS = frozenset(("generated_lens", "value_lens"))
+"""Numbers that packing leaves on the host, and that no mask changes."""
+
+
+class _MadeOnce:
+    """Makes a field at first access, once for all batches that share it."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make: Callable[[], Any] | None = make
+        self._made: Any = None
+
+    def __call__(self) -> Any:
+        if (make := self._make) is not None:
+            self._made, self._make = make(), None
+        return self._made
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class PackedBatch(LabelMethods, LogprobMethods):
     """Trajectories as flat, unpadded tensors on one device.
@@ -204,8 +221,10 @@ class PackedBatch(LabelMethods, LogprobMethods):
             make = self.__dict__.get("_later", {}).get(name)
             if make is None:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            with torch.inference_mode(False):  # autograd may need the tensors later
-                return self.__dict__.setdefault(name, make())
+            if torch.is_inference_mode_enabled():
+                with torch.inference_mode(False):  # autograd may need the tensors later
+                    return self.__dict__.setdefault(name, make())
+            return self.__dict__.setdefault(name, make())
 
     @property
     def max_seqlen(self) -> int:
@@ -1089,12 +1108,27 @@ class PackedBatch(LabelMethods, LogprobMethods):
         if self.is_padded:
             raise ValueError("the batch is padded: take StaticBatch.unpadded()")
 
-    def replaced(self, **changes: Any) -> Self:
-        """Return the batch with other fields, and with the lengths that the host knows."""
-        batch, later = dataclasses.replace(self, **changes), self.__dict__.get("_later", {})
-        kept = {name: later[name] for name in ("generated_lens", "value_lens") if name in later}
-        if kept:
-            batch.__dict__["_later"] = kept
+    def replaced(self, *, is_known: bool = False, **changes: Any) -> Self:
+        """Return the batch with other fields, and with the lengths that the host knows.
+
+        A field that was not made yet is made once, at first access, for both batches.
+
+        Args:
+            is_known: Whether what is no field holds of the new batch too: tables and numbers that
+                packing left, and what was computed from the fields.
+            changes: Fields of the new batch.
+
+        Cost: no copy, no launch; of the host the same for a packed batch of any size.
+        """
+        own, later = self.__dict__, self.__dict__.get("_later", {})
+        for name, make in later.items():
+            if name not in own and not isinstance(make, _MadeOnce):
+                later[name] = _MadeOnce(make)
+        if not is_known:
+            own = {name: own[name] for name in own if name in FIELDS}
+            later = {name: later[name] for name in later if name in FIELDS | HOST_LENGTHS}
+        batch = object.__new__(type(self))
+        batch.__dict__.update({**own, **changes, "_later": dict(later)})
         return batch
 
     def _values(self) -> dict[str, Any]:
@@ -1134,3 +1168,7 @@ def number_groups(
         num_groups += number == num_groups
         numbers.append(number)
     return numbers, num_groups
+
+
+FIELDS = frozenset(field.name for field in dataclasses.fields(PackedBatch))
+"""Names of the fields of a batch."""

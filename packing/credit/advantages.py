@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -166,13 +165,10 @@ def with_advantages(
             turns, values, credit.steps, index=credit.place, weight=credit.weight, impl=chosen
         )
     credited = batch.replaced(
-        advantages=values, returns=credit.returns, metrics=None, metric_names=METRICS
+        is_known=True, advantages=values, returns=credit.returns, metric_names=METRICS
     )
-    # tables and numbers that are no fields, and what was computed from them
-    known = batch.__dict__.keys() - {field.name for field in dataclasses.fields(batch)}
-    credited.__dict__.update({name: batch.__dict__[name] for name in known})
-    del credited.__dict__["metrics"]  # computed at first access
-    credited.__dict__["_later"] = batch.__dict__.get("_later", {}) | {"metrics": metrics}
+    credited.__dict__.pop("metrics", None)  # computed at first access
+    credited.__dict__["_later"]["metrics"] = metrics
     return credited
 
 

@@ -58,6 +58,23 @@ def test_batches_without_generated_tokens_get_zeros(name, impl):
         assert batch.metrics.tolist() == none
 
 
+def test_fields_that_nobody_asked_for_are_made_once_for_all_batches_that_share_them():
+    batch = pack(some_trajectories(9, 6), device="cpu", impl="triton")
+    made = batch.__dict__.keys() - {"_later"}
+    credited = batch.with_advantages(GRPO(), impl="triton")
+    again = credited.with_advantages(GAE(), values=torch.zeros(batch.num_tokens), impl="triton")
+    narrowed = again.narrow(batch.loss_mask)
+    for other in (credited, again, narrowed):
+        assert not {"policy_versions", "birth_times_ms", "generated_lens"} & other.__dict__.keys()
+    assert not {"policy_versions", "birth_times_ms", "generated_lens"} & made
+    for first, name in ((batch, "policy_versions"), (again, "rollout_logprobs")):
+        value = getattr(first, name)
+        assert all(getattr(other, name) is value for other in (batch, credited, again, narrowed))
+    assert credited.generated_lens == narrowed.generated_lens == batch.generated_lens
+    assert credited.metrics is not again.metrics
+    assert batch.metrics is None
+
+
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("name", ["GRPO", "GiGPO"])
 def test_the_order_of_groups_is_the_same_from_the_host_and_computed(name, impl):

@@ -7,9 +7,11 @@ from collections.abc import Iterable, Mapping
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from trajpack.packing.batch.batch import PackedBatch
+from trajpack.packing.conversion import sent
 from trajpack.packing.rows import reading
 from trajpack.packing.rows.masked_tokens import masked_trajectory
 from trajpack.packing.rows.packed import advantages_of, check_not_ragged, check_whole
@@ -233,7 +235,7 @@ def to_sequence_sample(batch: PackedBatch) -> dict[str, Any]:
                 f"{batch.ids[labels.index(None)]!r} has none"
             )
         if known:
-            fields[key] = torch.tensor(known, dtype=torch.int64, device=batch.device), once
+            fields[key] = sent(np.array(known, np.int64), batch.device), once
     return {
         "keys": set(fields),
         "ids": list(batch.ids),

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from trajpack.packing.adapters.trl_tree import check_tree
+from trajpack.packing.conversion import sent
 from trajpack.packing.optional import require
 from trajpack.packing.rows.packed import Packed, places_of
 from trajpack.packing.tree.nodes import TreeNodes
@@ -128,7 +129,7 @@ def tree_rank_nodes(
         TypeError: If ``tree`` is no tree.
         ValueError: If it has no nodes, or ``cp_size``, ``cp_rank`` or ``multiple`` is out of range.
 
-    Cost: computed on the host; one copy to the device.
+    Cost: computed on the host; one copy to the device. No synchronisation.
 
     Example:
         >>> from trajpack import Trajectory, Turn, pack_tree
@@ -139,7 +140,7 @@ def tree_rank_nodes(
     """
     _, places = _ranks("tree_rank_nodes", tree, (cp_size, cp_rank), multiple)
     nodes = np.where(places[cp_rank] < tree.num_nodes, places[cp_rank], -1)
-    return torch.from_numpy(nodes).to(tree.device)
+    return sent(nodes, tree.device)
 
 
 def tree_packed_seq_params_kwargs(
@@ -197,11 +198,8 @@ def tree_packed_seq_params_kwargs(
     edges = local[_parents_of_entries(tree, starts, parents)]
     owned = np.flatnonzero(edges >= 0)
     nodes = tree_rank_nodes(tree, cp_size=cp_size, cp_rank=cp_rank, multiple=multiple)
-    bounds = torch.tensor([0, total], dtype=torch.int32, device=tree.device)
-
-    def sent(numbers: Ints) -> torch.Tensor:
-        return torch.from_numpy(numbers).to(tree.device)
-
+    bounds = sent(np.array([0, total], np.int32), tree.device)
+    own_edges = edges[owned] if owned.size else np.zeros(1, np.int64)
     return {
         "qkv_format": "thd",
         **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), bounds),
@@ -211,12 +209,12 @@ def tree_packed_seq_params_kwargs(
         "tree_segment_lengths": tuple(np.diff(starts).tolist()),
         "tree_segment_parents": tuple(parents.tolist()),
         "tree_segment_depths": tuple(depths.tolist()),
-        "tree_query_runs": _query_runs(starts, own, sent(np.arange(own.size))),
+        "tree_query_runs": _query_runs(starts, own, sent(np.arange(own.size), tree.device)),
         "tree_local_position_ids": torch.where(nodes >= 0, tree.position_ids[nodes], 0),
-        "tree_cp_gather_inverse": sent(np.argsort(places.reshape(-1))),
+        "tree_cp_gather_inverse": sent(np.argsort(places.reshape(-1)), tree.device),
         "tree_cp_local_token_count": own.size,
-        "tree_edge_local_indices": sent(edges[owned] if owned.size else np.zeros(1, np.int64)),
-        "tree_edge_output_indices": sent(owned),
+        "tree_edge_local_indices": sent(own_edges, tree.device),
+        "tree_edge_output_indices": sent(owned, tree.device),
         "tree_edge_count": tree.num_entries,
         "tree_edge_padded_width": tree.num_entries,
     }

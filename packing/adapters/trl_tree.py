@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trajpack.packing.conversion import sent
 from trajpack.packing.tree.nodes import TreeNodes
 from trajpack.packing.tree.trie import Ints, expanded
 
@@ -60,13 +61,13 @@ def to_tree_kwargs(tree: TreeNodes) -> dict[str, Any]:
     for segment, parent in enumerate(parents.tolist()):
         levels[segment] = levels[parent] + 1 if parent >= 0 else 0
     return {
-        "tree_kv_index": _sent(paths, tree),
-        "tree_cu_seqlens_q": _sent(starts.astype(np.int32), tree),
-        "tree_cu_seqlens_k": _sent(bounds.astype(np.int32), tree),
+        "tree_kv_index": sent(paths, tree.device),
+        "tree_cu_seqlens_q": sent(starts.astype(np.int32), tree.device),
+        "tree_cu_seqlens_k": sent(bounds.astype(np.int32), tree.device),
         "tree_max_seqlen_q": int(np.diff(starts).max()),
         "tree_max_seqlen_k": int(np.diff(bounds).max()),
-        "tree_segment_parents": _sent(parents, tree),
-        "tree_segment_depths": _sent(levels, tree),
+        "tree_segment_parents": sent(parents, tree.device),
+        "tree_segment_depths": sent(levels, tree.device),
     }
 
 
@@ -92,7 +93,7 @@ def row_of_tree(tree: TreeNodes, num_trained: torch.Tensor | None) -> dict[str, 
         )
     given = to_tree_kwargs(tree)
     order, place = _by_places(tree)
-    entry = _sent(order, tree)
+    entry = sent(order, tree.device)
     longest = [given["tree_max_seqlen_q"], given["tree_max_seqlen_k"]]
     total = torch.full((1,), float(tree.num_nodes), device=tree.device)
     counted = torch.full((1,), float(tree.num_entries), device=tree.device)
@@ -101,11 +102,11 @@ def row_of_tree(tree: TreeNodes, num_trained: torch.Tensor | None) -> dict[str, 
         "position_ids": tree.position_ids[None],
         "shift_labels": tree.labels()[None],
         **{name: given[name][None] for name in PATHS},
-        "tree_max_seqlens": torch.tensor([longest], device=tree.device),
+        "tree_max_seqlens": sent(np.array([longest], np.int64), tree.device),
         "token_index": tree.entry_parent[entry][None],
         "old_log_probs": tree.rollout_logprobs[entry][None],
         "advantages": tree.advantages[entry][None],
-        "segment_id": _sent(place, tree)[None],
+        "segment_id": sent(place, tree.device)[None],
         "attention_mask": torch.ones_like(tree.input_ids)[None],
         "global_n_tokens": counted if num_trained is None else num_trained.reshape(1).float(),
         "global_n_forward_tokens": total,
@@ -134,8 +135,3 @@ def _by_places(tree: TreeNodes) -> tuple[Ints, Ints]:
     order = np.argsort(chains.place, kind="stable")
     first = np.cumsum(sizes) - sizes
     return expanded(first[order], sizes[order]), np.repeat(chains.place[order], sizes[order])
-
-
-def _sent(numbers: Ints, tree: TreeNodes) -> torch.Tensor:
-    """Copy an array to the device of a tree."""
-    return torch.from_numpy(numbers).to(tree.device, non_blocking=True)

@@ -294,6 +294,8 @@ class PackedBatch(LabelMethods, LogprobMethods):
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """Return the batch on ``device``; the same object if it is there already.
 
+        What the host knows of the lengths it still knows.
+
         Cost: one copy a tensor. Packing for the device is one copy in all.
         """
         moved: dict[str, Any] = {
@@ -307,7 +309,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
             moved[key] = {
                 name: one.to(device, non_blocking=non_blocking) for name, one in several.items()
             }
-        return dataclasses.replace(self, **moved)
+        return self.replaced(**moved)
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the memory of the batch from reuse while work of another stream reads it.
@@ -1127,8 +1129,9 @@ class PackedBatch(LabelMethods, LogprobMethods):
         if not is_known:
             own = {name: own[name] for name in own if name in FIELDS}
             later = {name: later[name] for name in later if name in FIELDS | HOST_LENGTHS}
+        later = {name: later[name] for name in later if name not in changes}
         batch = object.__new__(type(self))
-        batch.__dict__.update({**own, **changes, "_later": dict(later)})
+        batch.__dict__.update({**own, **changes, "_later": later})
         return batch
 
     def _values(self) -> dict[str, Any]:

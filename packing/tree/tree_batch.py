@@ -17,6 +17,7 @@ from trajpack.kernels.fields.units import UNITS
 from trajpack.kernels.scan.observations import PASSING
 from trajpack.packing.batch.batch import UNALIGNED, PackedBatch, SequenceOf
 from trajpack.packing.batch.storage import save
+from trajpack.packing.conversion import sent
 from trajpack.packing.micro_batches.alignment import Alignment
 from trajpack.packing.micro_batches.cutting import merged
 from trajpack.packing.token_fields import TokenField
@@ -96,7 +97,7 @@ class TreeBatch(TreeNodes):
         """
         if self.share == "once" or not self.num_entries:
             return torch.ones_like(self.rollout_logprobs)
-        bounds = torch.from_numpy(self.chains.trie.first[1:]).to(self.device, non_blocking=True)
+        bounds = sent(self.chains.trie.first[1:], self.device)
 
         def through(node: torch.Tensor) -> torch.Tensor:
             """Return the chains through nodes: those that end in their subtrees."""

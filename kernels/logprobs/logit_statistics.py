@@ -89,7 +89,7 @@ def statistics(
     most, total, weighted = running.double().unbind()
     total = torch.where(most == torch.inf, torch.nan, total)
     logsumexp = torch.where(total == 0, -torch.inf, most + total.log())
-    return logsumexp, torch.where(total == 0, 0.0, weighted / total), picked
+    return logsumexp, torch.where(total == 0, 0.0, most + weighted / total), picked
 
 
 def way_of(impl: str, pairs: Pairs) -> tuple[Any, ...]:
@@ -123,7 +123,7 @@ def fold_reference(
 ) -> None:  # fmt: skip
     """Fold a tile into maximum, sum of exponentials, and sum of logits weighted by them.
 
-    The logits of pairs go to ``picked`` instead.
+    Both sums are relative to the maximum. The logits of pairs go to ``picked`` instead.
     """
     places = places_of(tile, *pairs)
     tile.memory[-1] = 0.0
@@ -135,10 +135,12 @@ def fold_reference(
     most, total, weighted = (one[tile.rows] for one in running)
     new_most = torch.maximum(most, z.amax(1))
     shift = torch.where(new_most == -torch.inf, 0.0, new_most)
-    old, exponentials = (most - shift).exp(), (z - shift[:, None]).exp()
-    total.mul_(old).add_(exponentials.sum(1))
+    old, z = (most - shift).exp(), z - shift[:, None]
+    exponentials = z.exp()
     if with_mean:
-        weighted.mul_(old).add_(torch.where(exponentials == 0, 0.0, exponentials * z).sum(1))
+        weighted.add_(torch.where(most == -torch.inf, 0.0, total * (most - shift))).mul_(old)
+        weighted.add_(torch.where(exponentials == 0, 0.0, exponentials * z).sum(1))
+    total.mul_(old).add_(exponentials.sum(1))
     most.copy_(new_most)
 
 

@@ -32,6 +32,12 @@ def _transformed(z, cap, inverse):
 
 
 @triton.jit
+def _moved(weighted, total, most, shift):
+    """Return sums of weighted logits relative to ``shift``, of sums relative to ``most``."""
+    return weighted + tl.where(most == float("-inf"), 0.0, total * (most - shift))
+
+
+@triton.jit
 def _pairs_in(tokens, first, end, column, width, PAIRS: tl.constexpr):
     """Return numbers of pairs from ``first``, their columns, and which are of the row and tile."""
     number = first + tl.arange(0, PAIRS)
@@ -53,8 +59,9 @@ def fold_kernel(
 ):  # fmt: skip
     """Fold a row into its maximum, sum of exponentials and sum of logits weighted by them.
 
-    Every lane keeps sums of its own, relative to its own maximum. The logits of pairs are picked
-    and replaced by minus infinity before.
+    Every lane keeps sums of its own. Exponentials and the logits that they weight are relative to
+    the maximum: so little is lost where logits are large and the entropy is small. The logits of
+    pairs are picked and replaced by minus infinity before.
     """
     row = tl.program_id(0)
     begin = tile + row.to(tl.int64) * stride
@@ -81,20 +88,24 @@ def fold_kernel(
         shift = tl.where(new_most == float("-inf"), 0.0, new_most)
         old = tl.exp(own_most - shift)
         exponential = tl.exp(z - shift)
-        own_total = own_total * old + exponential
         if WITH_MEAN:
-            term = tl.where(exponential == 0.0, 0.0, exponential * z)
-            own_weighted = own_weighted * old + term
+            term = tl.where(exponential == 0.0, 0.0, exponential * (z - shift))
+            own_weighted = _moved(own_weighted, own_total, own_most, shift) * old + term
+        own_total = own_total * old + exponential
         own_most = new_most
     before = tl.load(most + row)
     new_most = tl.maximum(before, tl.max(own_most, 0))
     shift = tl.where(new_most == float("-inf"), 0.0, new_most)
     old = tl.exp(before - shift)
     own = tl.exp(own_most - shift)
-    tl.store(most + row, new_most)
-    tl.store(total + row, tl.load(total + row) * old + tl.sum(own_total * own, 0))
+    total_before = tl.load(total + row)
     if WITH_MEAN:
-        tl.store(weighted + row, tl.load(weighted + row) * old + tl.sum(own_weighted * own, 0))
+        of_row = _moved(tl.load(weighted + row), total_before, before, shift)
+        # the barriers of this sum stand between all loads and the stores
+        of_tile = tl.sum(_moved(own_weighted, own_total, own_most, shift) * own, 0)
+        tl.store(weighted + row, of_row * old + of_tile)
+    tl.store(total + row, total_before * old + tl.sum(own_total * own, 0))
+    tl.store(most + row, new_most)
 
 
 @triton.jit(

@@ -124,6 +124,19 @@ def test_results_equal_dense_ones(num_rows: int, vocabulary: int, name: str) -> 
     )
 
 
+def test_entropies_of_large_logits_are_precise(impl: Any) -> None:
+    """Logits are integers around 1,000, which float32 holds exactly."""
+    random = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randint(-2, 3, (n, 7), generator=random).float() for n in (9, 50))
+    hidden[:, 0], weight[:, 0] = 40.0, 25.0
+    rows, targets = torch.arange(9), torch.arange(9)
+    logprobs = (hidden.double() @ weight.double().T).log_softmax(1)
+    exact = -(logprobs.exp() * logprobs).sum(1), logprobs[rows, targets]
+    found = token_logprobs(hidden, weight, rows, targets, entropy=True, impl=impl)
+    for actual, expected in zip(found[::-1], exact, strict=True):
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-6, atol=1e-6)
+
+
 def test_a_target_that_was_not_allowed_is_impossible() -> None:
     case = Case(3)
     ends, tokens = torch.tensor([0, 1, 1, 3], dtype=torch.int32), torch.tensor([4, 5, 6])

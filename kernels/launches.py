@@ -9,15 +9,21 @@ from typing import Any
 import torch
 
 from trajpack.kernels import block_shapes
+from trajpack.kernels.dispatch import HAS_TRITON
+
+KNOWN_VERSIONS = ([3, 6], [3, 9])
+"""First and last version of Triton whose specialisation of arguments `_kind` follows."""
 
 
 class Launch:
     """Launches a kernel on one device. Later launches of a variant go past Triton's search for it.
 
     Triton binds, specialises and compares all arguments and constants at each launch, which takes
-    longer than the launch itself. Here a variant is found by a shorter key. The key tells apart all
-    that Triton specialises on NVIDIA GPUs, where Triton 3.6 to 3.9 compile for dtypes, for
-    addresses and numbers that are multiples of 16, for the number 1, and for numbers of 64 bits.
+    longer than the launch itself. Here a variant is found by a shorter key. Triton compiles for
+    dtypes, for addresses and numbers that are multiples of 16, for the number 1, and for numbers of
+    64 bits; the key tells those apart. AMD GPUs, Triton's interpreter, versions of Triton
+    outside `KNOWN_VERSIONS` and kernels with hooks are left to Triton. What Triton reads from its
+    knobs, such as ``TRITON_DEBUG``, counts at the first launch of a variant.
     """
 
     def __init__(self, shape: block_shapes.BlockShape, architecture: str, device: int) -> None:
@@ -33,7 +39,8 @@ class Launch:
         if shape.most_registers is not None and not is_amd:
             self.options["maxnreg"] = shape.most_registers
         self._device = device
-        self._compiled: dict[Hashable, Any] | None = None if is_amd else {}
+        is_known = is_known_triton() and not is_amd
+        self._compiled: dict[Hashable, Any] | None = {} if is_known else None
 
     def __call__(self, kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
         """Launch ``programs`` programs of a kernel on the current stream, or none.
@@ -44,25 +51,30 @@ class Launch:
             arguments: The first arguments of the kernel, in its order.
             constants: Its other arguments, constants mostly, by name.
 
+        Raises:
+            TypeError: If the arguments are not those of the kernel, or of a type that no kernel
+                takes.
+
         Cost: about 10 µs of the host, and the compilation of a variant at its first launch.
         """
         if not programs:
             return
         with torch.cuda.device(self._device):  # Triton launches on the current device
-            if self._compiled is None or not hasattr(kernel, "constexprs"):  # of the interpreter
+            constexprs = getattr(kernel, "constexprs", None)  # kernels of the interpreter have none
+            if self._compiled is None or constexprs is None or kernel.pre_run_hooks:
                 kernel[(programs,)](*arguments, **constants, **self.options)
                 return
             given = (*arguments, *[constants[n] for n in kernel.arg_names[len(arguments) :]])
-            kinds: list[Hashable] = [_kind(one) for one in given]
-            for place in kernel.constexprs:
-                kinds[place] = given[place]
+            kinds = [one if i in constexprs else _kind(one) for i, one in enumerate(given)]
             key = id(kernel), *kinds  # Triton's own hash of a kernel is slow
             compiled = self._compiled.get(key)
             if compiled is not None:
                 compiled[programs, 1, 1](*given)
                 return
+            if len(arguments) + len(constants) != len(kernel.arg_names):
+                raise TypeError(f"{kernel.fn.__name__} has no argument for some of {[*constants]}")
             compiled = kernel[(programs,)](*given, **self.options)
-            if compiled is not None:
+            if hasattr(compiled, "asm"):  # it is compiled, not to be compiled in the background
                 self._compiled[key] = compiled
 
 
@@ -78,17 +90,31 @@ def cdiv(entries: int, block: int) -> int:
     return -(-entries // block)
 
 
+@cache
+def is_known_triton() -> bool:
+    """Return whether this version of Triton is one of `KNOWN_VERSIONS`."""
+    if not HAS_TRITON:
+        return False
+    import triton
+
+    first, last = KNOWN_VERSIONS
+    return first <= [int(part) for part in triton.__version__.split(".")[:2]] <= last
+
+
 def _kind(argument: Any) -> Any:
-    """Return what a compiled variant depends on of an argument, or more."""
+    """Return a key for what a compiled variant depends on of an argument.
+
+    Arguments that share a variant may have different keys.
+    """
     kind = type(argument)
-    if kind is float or argument is None:
+    if kind is float or kind is bool or argument is None:
         return kind
     if kind is int:
         if -(2**31) <= argument < 2**31:
             return "1" if argument == 1 else "16" if argument & 15 == 0 else kind
         return "long", argument < 2**63, argument & 15 == 0
-    if kind is tuple:
-        return tuple([_kind(one) for one in argument])
     if isinstance(argument, torch.Tensor):
-        return (argument.dtype,) if argument.data_ptr() & 15 else argument.dtype
-    return kind
+        return ("unaligned", argument.dtype) if argument.data_ptr() & 15 else argument.dtype
+    if isinstance(argument, tuple):
+        return kind, *[_kind(one) for one in argument]
+    raise TypeError(f"a kernel takes numbers, tensors, tuples of them and None, got {argument!r}")

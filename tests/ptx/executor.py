@@ -120,7 +120,7 @@ class Executor:
     def launch(self, source: Any, arguments: tuple[Any, ...]) -> None:
         *grid, _, compiled = arguments[:5]
         self.launched.append(source.fn.__name__)
-        if not self.is_running:  # a variant that was compiled before
+        if not self.is_running:  # launches are noted, and nothing runs
             return
         program = program_of(self.rewrite(compiled.asm["ptx"]))
         given = list(_flat(source, arguments[9:]))

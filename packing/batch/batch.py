@@ -94,7 +94,11 @@ HOST_LENGTHS = frozenset(("generated_lens", "value_lens"))
 
 
 class _MadeOnce:
-    """Makes a field at first access, once for all batches that share it."""
+    """Makes a field at first access, once for all batches that share it.
+
+    Where two threads ask first at the same time, each may get a tensor of its own, over the same
+    memory.
+    """
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make: Callable[[], Any] | None = make
@@ -1116,22 +1120,22 @@ class PackedBatch(LabelMethods, LogprobMethods):
         A field that was not made yet is made once, at first access, for both batches.
 
         Args:
-            is_known: Whether what is no field holds of the new batch too: tables and numbers that
-                packing left, and what was computed from the fields.
+            is_known: Whether what is no field stays valid: tables and numbers that packing left,
+                and cached properties.
             changes: Fields of the new batch.
 
         Cost: no copy, no launch; of the host the same for a packed batch of any size.
         """
-        own, later = self.__dict__, self.__dict__.get("_later", {})
-        for name, make in later.items():
-            if name not in own and not isinstance(make, _MadeOnce):
-                later[name] = _MadeOnce(make)
-        if not is_known:
-            own = {name: own[name] for name in own if name in FIELDS}
-            later = {name: later[name] for name in later if name in FIELDS | HOST_LENGTHS}
-        later = {name: later[name] for name in later if name not in changes}
+        own = self.__dict__.copy()  # another thread may make fields meanwhile
+        shared, later = own.get("_later", {}), {}
+        kept = own.keys() | shared.keys() if is_known else FIELDS | HOST_LENGTHS
+        for name, make in shared.copy().items():
+            if name in kept and name not in own and name not in changes:
+                once = make if isinstance(make, _MadeOnce) else _MadeOnce(make)
+                shared[name] = later[name] = once
         batch = object.__new__(type(self))
-        batch.__dict__.update({**own, **changes, "_later": later})
+        batch.__dict__.update({name: own[name] for name in own if name in kept})
+        batch.__dict__.update(changes, _later=later)
         return batch
 
     def _values(self) -> dict[str, Any]:

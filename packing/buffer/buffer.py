@@ -38,6 +38,7 @@ from trajpack.packing.buffer.tables import (
     BatchTables,
     Counts,
     StoredTurns,
+    by_field,
     check_layout,
     columns_for,
 )
@@ -480,7 +481,7 @@ def lazy_columns(
         "runs": partial(region.table, "runs", counts.spans + 1),
         "seqlens": lambda: tuple(seqlens.tolist()),
         "generated_lens": lambda: tuple(generated.tolist()),
-        "value_lens": lambda: tables.by_field(values),
+        "value_lens": partial(by_field, tables.ragged, values),
         "num_groups": lambda: counts.groups,
         "longest": lambda: counts.longest,
         "turn_discounts": lambda: tuple(label.turn_discount for label in labels[:count]),

@@ -298,17 +298,12 @@ class BatchTables:
         self.generated_lens.write(sequences, lengths[:, 0])
         self.value_lens.write(sequences, lengths[:, 1:])
 
-    def by_field(self, lengths: Ints) -> dict[str, Ints]:
-        """Return rows of `value_lens` as `PackedBatch.value_lens` has them."""
-        columns = np.split(lengths, len(self.ragged), axis=1) if self.ragged else []
-        return dict(zip(self.ragged, columns, strict=True))
-
     def value_lens_of_turns(self, counts: Counts) -> dict[str, Ints]:
         """Return the values of each ragged field in the turns, as `by_field`."""
         spans = slice(counts.spans)
         lengths = np.zeros((counts.turns, 2 * len(self.ragged)), np.int64)
         np.add.at(lengths, self.spans.rows[spans, Span.TURN], self._values.rows[spans])
-        return self.by_field(lengths)
+        return by_field(self.ragged, lengths)
 
     def _order_groups(
         self, tables: Mapping[str, npt.NDArray[Any]], counts: Counts, before: Counts
@@ -418,3 +413,9 @@ def check_layout(layout: str) -> None:
     if layout not in LAYOUTS:
         known = " or ".join(repr(name) for name in LAYOUTS)
         raise ValueError(f"layout must be {known}, got {layout!r}")
+
+
+def by_field(ragged: Sequence[str], lengths: Ints) -> dict[str, Ints]:
+    """Return rows of `BatchTables.value_lens` as `PackedBatch.value_lens` has them."""
+    columns = np.split(lengths, len(ragged), axis=1) if ragged else []
+    return dict(zip(ragged, columns, strict=True))

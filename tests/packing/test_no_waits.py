@@ -1,15 +1,17 @@
-"""What says that it does not synchronise reads no tensor of a batch, and copies none to it in turn.
+"""What says that it does not synchronise reads no tensor of a batch, and makes no blocking copy.
 
-Tensors are on the meta device. It has no values, so a read raises; a copy from the host that a
-device would be waited for is found by its flag.
+Tensors are on the meta device. It has no values, so a read raises. A blocking copy is found by its
+flag, an index that lies on the host by its device.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
@@ -28,12 +30,13 @@ from trajpack.packing.adapters import (
     trl,
     trl_tree,
 )
+from trajpack.packing.conversion import sent
 
 META = torch.device("meta")
 
 
 class Copies(TorchDispatchMode):
-    """Raises where tensors are copied from one device to another in turn."""
+    """Raises at a blocking copy between devices, and at an index that is copied to a device."""
 
     def __torch_dispatch__(
         self, op: Any, types: Any, arguments: Any = (), keywords: Any = None
@@ -45,6 +48,10 @@ class Copies(TorchDispatchMode):
         elif op.overloadpacket is torch.ops.aten.copy_:
             waits = {"non_blocking": arguments[2]} if len(arguments) > 2 else named
             self.check(arguments[1].device, arguments[0].device, waits)
+        elif op.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put_):
+            for index in arguments[1]:
+                if index is not None and index.ndim:
+                    self.check(index.device, arguments[0].device, {})
         return op(*arguments, **named)
 
     def check(self, begin: torch.device, end: torch.device, named: dict[str, Any]) -> None:
@@ -52,13 +59,13 @@ class Copies(TorchDispatchMode):
 
 
 class Constants(TorchFunctionMode):
-    """Raises where numbers of the host become a tensor of a device, which copies them in turn."""
+    """Raises where numbers of the host become a tensor of a device, by a blocking copy."""
 
     def __torch_function__(
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
         named = keywords or {}
-        if function in (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor):
+        if function in (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor):
             is_sent = torch.device(named.get("device") or "cpu") != torch.device("cpu")
             is_sent |= function is torch.Tensor.new_tensor and arguments[0].device == META
             assert not is_sent, f"{function.__name__} waits for its copy"
@@ -122,14 +129,16 @@ def without_waits(work: Callable[[], Any]) -> Any:
 
 @pytest.mark.parametrize("name", OF_BATCHES)
 def test_a_batch_on_a_device_is_neither_read_nor_waited_for(name: str) -> None:
-    batch = HOST.to(META)
-    without_waits(lambda: OF_BATCHES[name](batch))
+    packed = pack(TRAJECTORIES, device=META).with_advantages(GRPO())
+    for batch in (HOST.to(META), packed):
+        without_waits(lambda batch=batch: OF_BATCHES[name](batch))
 
 
 @pytest.mark.parametrize("name", OF_TREES)
 def test_a_tree_on_a_device_is_neither_read_nor_waited_for(name: str) -> None:
-    tree = TREE.to(META)
-    without_waits(lambda: OF_TREES[name](tree))
+    packed = pack_tree(TRAJECTORIES, boundary="duplicate", device=META).with_advantages(GRPO())
+    for tree in (TREE.to(META), packed):
+        without_waits(lambda tree=tree: OF_TREES[name](tree))
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -141,16 +150,40 @@ def test_no_estimator_reads_a_batch(name: str) -> None:
 
 
 def test_a_batch_that_was_moved_knows_its_lengths() -> None:
-    moved = HOST.to(META)
-    assert moved.generated_lens == HOST.generated_lens
-    assert moved.seqlens == HOST.seqlens
+    loaded = pickle.loads(pickle.dumps(HOST))
+    lengths = loaded.generated_lens  # read once, on the host
+    for batch in (pack(TRAJECTORIES, device="cpu"), loaded):
+        moved = batch.to(META)
+        assert moved.generated_lens == lengths
+        assert moved.seqlens == HOST.seqlens
+        assert not {"ids", "returns"} & moved.__dict__["_later"].keys(), "made by `to`"
+
+
+def test_an_array_is_sent_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[Any] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        steps.append("pin")
+        return tensor
+
+    def to(tensor: torch.Tensor, device: torch.device, non_blocking: bool) -> torch.Tensor:
+        steps.append((str(device), non_blocking))
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    sent(np.arange(3), torch.device("cuda", 1))
+    sent(np.arange(3), torch.device("cpu"))
+    assert steps == ["pin", ("cuda:1", True), ("cpu", True)]
 
 
 WAITS: list[tuple[str, Callable[[], Any]]] = [
     ("a copy from cpu to meta waits", lambda: torch.zeros(3).to(META)),
     ("a copy from cpu to meta waits", lambda: torch.empty(3, device=META).copy_(torch.zeros(3))),
     ("a copy from meta to cpu waits", lambda: torch.empty(3, device=META).tolist()),
+    ("a copy from cpu to meta waits", lambda: torch.empty(3, device=META)[torch.arange(2)]),
     ("tensor waits for its copy", lambda: torch.tensor([1, 2], device=META)),
+    ("asarray waits for its copy", lambda: torch.asarray([1, 2], device=META)),
     ("new_tensor waits for its copy", lambda: torch.empty(0, device=META).new_tensor([1])),
 ]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trajpack.kernels import block_shapes
+from trajpack.kernels.block_shapes import BlockShape, architecture_of, block_shape
 from trajpack.kernels.dispatch import HAS_TRITON
 
 KNOWN_VERSIONS = ([3, 6], [3, 9])
@@ -26,7 +26,7 @@ class Launch:
     knobs, such as ``TRITON_DEBUG``, counts at the first launch of a variant.
     """
 
-    def __init__(self, shape: block_shapes.BlockShape, architecture: str, device: int) -> None:
+    def __init__(self, shape: BlockShape, architecture: str, device: int) -> None:
         self.block = shape.block
         """Elements of a program's tile; entries of a block for scans."""
         is_amd = architecture.startswith("gfx")
@@ -81,8 +81,8 @@ class Launch:
 @cache
 def launch_on(kernel: str, device: int) -> Launch:
     """Return the launch of ``kernel`` on a device, given by its ``torch.Tensor.get_device()``."""
-    architecture = block_shapes.architecture_of(device)
-    return Launch(block_shapes.block_shape(kernel, architecture), architecture, device)
+    architecture = architecture_of(device)
+    return Launch(block_shape(kernel, architecture), architecture, device)
 
 
 def cdiv(entries: int, block: int) -> int:

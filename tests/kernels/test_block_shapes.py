@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trajpack.kernels import block_shapes
+from trajpack.kernels import block_shapes, launches
 from trajpack.kernels.block_shapes import DEFAULT, SHAPES, BlockShape, block_shape
 from trajpack.kernels.launches import launch_on
 from trajpack.kernels.runs import TILE
@@ -23,7 +23,7 @@ def on_architecture(monkeypatch: pytest.MonkeyPatch):
     """Make every device one of some architecture."""
 
     def set_architecture(name: str) -> None:
-        monkeypatch.setattr(block_shapes, "architecture_of", lambda _: name)
+        monkeypatch.setattr(launches, "architecture_of", lambda _: name)
         launch_on.cache_clear()
 
     yield set_architecture

@@ -30,7 +30,7 @@ from tests.ptx.program import Program
 from tests.ptx.tensors import allocations, extent_of
 from tests.ptx.traffic import SECTOR, Traffic
 from tests.support.fresh_memory import filled_fresh_memory
-from trajpack.kernels import block_shapes, launches
+from trajpack.kernels import launches
 
 MOST_SHARED = {80: 163 * 1024, 90: 227 * 1024}
 """Bytes of shared memory of a program."""
@@ -187,7 +187,7 @@ def on_executor(
     """
     executor = Executor(arch, Options(**options), is_strict=strict)
     before, init = driver._active, triton.compiler.CompiledKernel._init_handles
-    real, run = block_shapes.architecture_of, JITFunction.run
+    real, run = launches.architecture_of, JITFunction.run
 
     def run_or_note(kernel: Any, *given: Any, **named: Any) -> Any:
         running = executor.is_running
@@ -205,7 +205,7 @@ def on_executor(
     JITFunction.run = run_or_note
     make_cubin, CUDABackend.make_cubin = CUDABackend.make_cubin, lambda *_: b""  # nobody runs it
     triton.compiler.CompiledKernel._init_handles = init_handles
-    block_shapes.architecture_of = lambda _: f"sm_{arch}"
+    launches.architecture_of = lambda _: f"sm_{arch}"
     launches.launch_on.cache_clear()
     driver.set_active(executor)
     try:
@@ -215,6 +215,6 @@ def on_executor(
         JITFunction.run = run
         triton.compiler.CompiledKernel._init_handles = init
         CUDABackend.make_cubin = make_cubin
-        block_shapes.architecture_of = real
+        launches.architecture_of = real
         launches.launch_on.cache_clear()
         driver._active = before

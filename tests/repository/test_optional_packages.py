@@ -165,6 +165,7 @@ BEHIND = {
 ELSEWHERE = {
     ("kernels/dispatch.py", "triton"): "an explicit impl, which says so itself",
     ("kernels/compilation.py", "triton"): "imported only where it is installed",
+    ("kernels/launches.py", "triton"): "imported only where it is installed",
     ("src/trajpack/commands/terminal.py", "transformers"): "explained by the command",
 }
 

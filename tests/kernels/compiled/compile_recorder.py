@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
-from trajpack.kernels import block_shapes, launches
+from trajpack.kernels import launches
 from trajpack.kernels.corrections.importance_weights_triton import merge_kernel, weigh_kernel
 from trajpack.kernels.corrections.loss_weights_triton import share_kernel
 from trajpack.kernels.corrections.slots_triton import sum_slots_kernel
@@ -157,11 +157,11 @@ def recording(target: GPUTarget, device: int) -> Iterator[Recorder]:
     """Launch on ``target``, with the block shapes that it has; keep apart what is compiled."""
     recorder = Recorder(target, device)
     driver.set_active(recorder)
-    real = block_shapes.architecture_of
-    block_shapes.architecture_of = lambda _: architecture(target)
+    real = launches.architecture_of
+    launches.architecture_of = lambda _: architecture(target)
     launches.launch_on.cache_clear()
     try:
         yield recorder
     finally:
-        block_shapes.architecture_of = real
+        launches.architecture_of = real
         launches.launch_on.cache_clear()

@@ -48,7 +48,7 @@ KERNELS = {
     "share_kernel": Bounds(5, 64, 72),
     "spread_kernel": Bounds(4, 72, 64),  # a warp, or 28 of them on an SM
     "scores_kernel": Bounds(3, 40, 40),  # an SM is full
-    "fold_kernel": Bounds(8, 128, 128),  # four blocks of 128 threads
+    "fold_kernel": Bounds(8, 168, 168),  # float64 with entropies; 56 for narrower logits
     "slope_kernel": Bounds(8, 128, 128),
 }
 """An SM has 65,536 registers; a SIMD of gfx942 has 512 per lane."""

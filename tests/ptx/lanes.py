@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -66,7 +67,7 @@ def _active(s: Any) -> Any:
 
 
 def _check_members(one: Instruction, members: Any) -> None:
-    if not (np.asarray(members) == EVERYONE).all():
+    if not np.all(members == EVERYONE):
         raise NotImplementedError(f"{one} by a part of a warp")
 
 
@@ -114,11 +115,17 @@ def _shuffle(p: Program, one: Instruction) -> Step:
 
     def run(m: Any, s: Any) -> None:
         _check_members(one, members(m, s))
-        given = (np.asarray(get(m, s)).astype(np.int64) for get in (distance, control))
-        by, bounds = (each.reshape(-1, 32) if each.ndim else each for each in given)
         rows = np.broadcast_to(value(m, s), (s.count,)).reshape(-1, 32)
-        other, is_inside = _partners(how, by & 31, bounds)
-        put(m, s, np.take_along_axis(rows, np.broadcast_to(other, rows.shape), 1).ravel())
+        by, bounds = distance(m, s), control(m, s)
+        if np.ndim(by) or np.ndim(bounds):
+            given = (np.asarray(each).astype(np.int64) for each in (by, bounds))
+            by, bounds = (each.reshape(-1, 32) if each.ndim else each for each in given)
+            other, is_inside = _partners(how, by & 31, bounds)
+            taken = np.take_along_axis(rows, np.broadcast_to(other, rows.shape), 1)
+        else:
+            other, is_inside = _same_partners(how, int(by) & 31, int(bounds))
+            taken = rows.take(other, 1)
+        put(m, s, taken.ravel())
         if tell is not None:
             tell(m, s, np.broadcast_to(is_inside, rows.shape).ravel())
 
@@ -135,3 +142,9 @@ def _partners(how: str, distance: Any, control: Any) -> tuple[Any, Any]:
     }[how]  # fmt: skip
     is_inside = other >= last if how == "up" else other <= last
     return np.where(is_inside, other, LANE), is_inside
+
+
+@cache
+def _same_partners(how: str, distance: int, control: int) -> tuple[Any, Any]:
+    """Return the `_partners` of a warp whose lanes have the same distance and control."""
+    return _partners(how, distance, control)

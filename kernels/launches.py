@@ -52,8 +52,9 @@ class Launch:
             constants: Its other arguments, constants mostly, by name.
 
         Raises:
-            TypeError: If the arguments are not those of the kernel, or of a type that no kernel
-                takes.
+            TypeError: If there are more or fewer arguments than the kernel has, or one is of a
+                type that no kernel takes.
+            KeyError: If an argument is missing by its name.
 
         Cost: about 10 µs of the host, and the compilation of a variant at its first launch.
         """
@@ -64,6 +65,11 @@ class Launch:
             if self._compiled is None or constexprs is None or kernel.pre_run_hooks:
                 kernel[(programs,)](*arguments, **constants, **self.options)
                 return
+            if len(arguments) + len(constants) != len(kernel.arg_names):
+                raise TypeError(
+                    f"{kernel.fn.__name__} takes {len(kernel.arg_names)} arguments, got "
+                    f"{len(arguments)} and {[*constants]}"
+                )
             given = (*arguments, *[constants[n] for n in kernel.arg_names[len(arguments) :]])
             kinds = [one if i in constexprs else _kind(one) for i, one in enumerate(given)]
             key = id(kernel), *kinds  # Triton's own hash of a kernel is slow
@@ -71,8 +77,6 @@ class Launch:
             if compiled is not None:
                 compiled[programs, 1, 1](*given)
                 return
-            if len(arguments) + len(constants) != len(kernel.arg_names):
-                raise TypeError(f"{kernel.fn.__name__} has no argument for some of {[*constants]}")
             compiled = kernel[(programs,)](*given, **self.options)
             if hasattr(compiled, "asm"):  # it is compiled, not to be compiled in the background
                 self._compiled[key] = compiled

@@ -438,7 +438,7 @@ def host_array(values: Any, dtype: npt.DTypeLike | None = None) -> npt.NDArray[A
 
 
 def sent(numbers: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Return an array as a tensor on a device, by a copy that nothing waits for.
+    """Return an array as a tensor on a device, by an asynchronous copy.
 
     Cost: a copy into pinned memory, and one to the device; none on the host, where the tensor
     shares the array's memory.

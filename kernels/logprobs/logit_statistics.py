@@ -78,7 +78,10 @@ def places_of(tile: Tile, owners: torch.Tensor, tokens: torch.Tensor) -> torch.T
 def statistics(
     logits: Logits, pairs: Pairs, *, with_mean: bool, impl: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return log-sum-exp and mean of each row's other logits, and those of ``pairs``; float64."""
+    """Return log-sum-exp and mean of each row's other logits, and those of ``pairs``; float64.
+
+    Without ``with_mean`` the means are 0.
+    """
     hidden = logits.hidden.index_select(0, logits.rows)
     running = hidden.new_zeros(3, hidden.shape[0], dtype=logits.sums)
     running[0] = -torch.inf
@@ -89,7 +92,8 @@ def statistics(
     most, total, weighted = running.double().unbind()
     total = torch.where(most == torch.inf, torch.nan, total)
     logsumexp = torch.where(total == 0, -torch.inf, most + total.log())
-    return logsumexp, torch.where(total == 0, 0.0, most + weighted / total), picked
+    mean = torch.where(total == 0, 0.0, most + weighted / total) if with_mean else weighted
+    return logsumexp, mean, picked
 
 
 def way_of(impl: str, pairs: Pairs) -> tuple[Any, ...]:

@@ -298,7 +298,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """Return the batch on ``device``; the same object if it is there already.
 
-        What the host knows of the lengths it still knows.
+        Lengths that are known on the host stay known.
 
         Cost: one copy a tensor. Packing for the device is one copy in all.
         """
@@ -1120,8 +1120,8 @@ class PackedBatch(LabelMethods, LogprobMethods):
         A field that was not made yet is made once, at first access, for both batches.
 
         Args:
-            is_known: Whether what is no field stays valid: tables and numbers that packing left,
-                and cached properties.
+            is_known: Whether tables and numbers that packing left, and cached properties, stay
+                valid. They are no fields.
             changes: Fields of the new batch.
 
         Cost: no copy, no launch; of the host the same for a packed batch of any size.

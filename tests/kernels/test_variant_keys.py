@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from enum import IntEnum
@@ -128,9 +129,16 @@ def test_an_argument_of_another_type_is_refused(odd: Any) -> None:
         new_launch()(many_kinds_kernel, 1, *USUAL[:2], odd, *USUAL[3:])
 
 
-def test_an_argument_too_many_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"no argument for some of \['FORM', 'num_stages'\]"):
-        new_launch()(many_kinds_kernel, 1, *USUAL[:7], FORM=USUAL[7], num_stages=2)
+@pytest.mark.parametrize("named", [{}, {"FORM": USUAL[7], "num_stages": 2}])
+def test_another_number_of_arguments_is_refused(launched: list[Any], named: dict[str, Any]) -> None:
+    launch = new_launch()
+    launch(many_kinds_kernel, 1, *USUAL)
+    expected = f"takes 8 arguments, got 7 and {[*named]}"
+    with pytest.raises(TypeError, match=re.escape(expected)):
+        launch(many_kinds_kernel, 1, *USUAL[:7], **named)
+    with pytest.raises(KeyError, match="FORM"):
+        launch(many_kinds_kernel, 1, *USUAL[:7], SHAPE=USUAL[7])
+    assert len(launched) == 1
 
 
 def test_an_amd_gpu_is_left_to_triton(searches: list[Any]) -> None:

@@ -48,12 +48,14 @@ KERNELS = {
     "share_kernel": Bounds(5, 64, 72),
     "spread_kernel": Bounds(4, 72, 64),  # a warp, or 28 of them on an SM
     "scores_kernel": Bounds(3, 40, 40),  # an SM is full
-    "fold_kernel": Bounds(8, 168, 168),  # float64 with entropies; 56 for narrower logits
+    "fold_kernel": Bounds(8, 128, 128),  # four blocks of 128 threads
     "slope_kernel": Bounds(8, 128, 128),
 }
 """An SM has 65,536 registers; a SIMD of gfx942 has 512 per lane."""
 MORE_REGISTERS = {("3.6.0", "gfx942", "build_kernel"): 72}
 """Kernels that need more with one version: past 2 GiB, seven waves instead of eight."""
+MORE_FOR_INPUTS = {("fold_kernel", "float64, all"): 168}
+"""Kernels that need more for some inputs: sums in float64 of an entropy, three blocks."""
 ADDS_INTEGERS = {"sum_slots_kernel", "moments_kernel"}
 """Kernels with atomic additions: of integers, which are the same in any order."""
 MOST_SCALARS_SPILLED = {"effects_kernel": 24, "scan_kernel": 40, "weigh_kernel": 32}
@@ -102,7 +104,8 @@ def test_a_thread_keeps_to_its_registers_and_adds_no_float_atomically(
     most = nvidia if compiled.is_nvidia else amd
     most = MORE_REGISTERS.get((compiled.version, compiled.target, kernel), most)
     for variant in compiled.variants(kernel):
-        assert 0 < variant["registers"] <= most, variant
+        inputs = variant["inputs"].removesuffix(", past 2 GiB")
+        assert 0 < variant["registers"] <= MORE_FOR_INPUTS.get((kernel, inputs), most), variant
         memory = dict(variant["memory_of_a_thread"])
         assert memory.pop("sgpr_spill_count", 0) <= MOST_SCALARS_SPILLED.get(kernel, 0), variant
         assert set(memory.values()) == {0}, variant

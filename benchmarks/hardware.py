@@ -80,7 +80,7 @@ def parts(results: Path = RESULTS, *, rehearse: bool = False) -> list[Part]:
     tiny = ["--rehearse"] if rehearse else []
     cores = os.cpu_count() or 1
     tests = (sys.executable, "-m", "pytest", "-W", "default", "-p", "no:cacheprovider")
-    workers = ("-n", "8") if find_spec("xdist") and cores > 8 else ()
+    workers = ("-n", str(cores - 4)) if find_spec("xdist") and cores > 8 else ()
     benchmarks = sorted(
         str(path.relative_to(machine.ROOT))
         for path in (machine.ROOT / "benchmarks").glob("*/bench_*_gpu.py")

@@ -727,9 +727,9 @@ class PackedBatch(LabelMethods, LogprobMethods):
         begin, end = self.turn_spans[order].unbind(1)
         table = begin.new_zeros((len(order) + 2, RUN_WIDTH))
         table[1:-1, Run.START] = end.cummax(0).values
-        table[-1, Run.START] = self.num_tokens
+        table[-1, Run.START].fill_(self.num_tokens)  # an assignment would wait for its copy
         table[:-2, Run.GENERATED] = (begin - table[:-2, Run.START]).clamp(min=0)
-        table[-2, Run.GENERATED] = MAX_TOKENS  # what is behind the last turn
+        table[-2, Run.GENERATED].fill_(MAX_TOKENS)  # what is behind the last turn
         table[:-2, Run.TURN] = order
         return table
 

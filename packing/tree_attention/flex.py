@@ -76,7 +76,10 @@ def attend_by_blocks(
     Raises:
         NotImplementedError: If gradients are wanted on the host, which torch does not compute.
     """
-    options: dict[str, Any] = {"block_mask": mask, "scale": scaling}
+    # Of up to 127 nodes torch would choose its kernel for decoding, which has no tile for more than
+    # 128 queries times the heads that share keys, and compiles apart from other numbers of nodes
+    kernel = {"BACKEND": "TRITON"}
+    options: dict[str, Any] = {"block_mask": mask, "scale": scaling, "kernel_options": kernel}
     options["enable_gqa"] = query.shape[1] != key.shape[1]
     if softcap is not None:
         cap = torch.full((), softcap, dtype=query.dtype, device=query.device)

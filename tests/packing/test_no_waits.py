@@ -59,7 +59,10 @@ class Copies(TorchDispatchMode):
 
 
 class Constants(TorchFunctionMode):
-    """Raises where numbers of the host become a tensor of a device, by a blocking copy."""
+    """Raises where numbers of the host become a tensor of a device, by a blocking copy.
+
+    A number that is assigned to one element is copied; to a slice it is an argument of a kernel.
+    """
 
     def __torch_function__(
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
@@ -69,6 +72,10 @@ class Constants(TorchFunctionMode):
             is_sent = torch.device(named.get("device") or "cpu") != torch.device("cpu")
             is_sent |= function is torch.Tensor.new_tensor and arguments[0].device == META
             assert not is_sent, f"{function.__name__} waits for its copy"
+        if function is torch.Tensor.__setitem__ and not isinstance(arguments[2], torch.Tensor):
+            tensor, index, _ = arguments
+            waits = tensor.device == META and tensor[index].ndim == 0
+            assert not waits, "an assignment of a number to one element waits for its copy"
         return function(*arguments, **named)
 
 
@@ -184,6 +191,7 @@ WAITS: list[tuple[str, Callable[[], Any]]] = [
     ("a copy from cpu to meta waits", lambda: torch.empty(3, device=META)[torch.arange(2)]),
     ("tensor waits for its copy", lambda: torch.tensor([1, 2], device=META)),
     ("asarray waits for its copy", lambda: torch.asarray([1, 2], device=META)),
+    ("to one element waits", lambda: torch.empty(3, 2, device=META).__setitem__((-1, 0), 7)),
     ("new_tensor waits for its copy", lambda: torch.empty(0, device=META).new_tensor([1])),
 ]
 

@@ -20,6 +20,7 @@ from trajpack.packing.adapters.huggingface import (
     check_tree_attention,
     register_tree_attention,
 )
+from trajpack.packing.tree_attention.attention import TreeAttention
 from trajpack.testing import assert_same_bits
 
 pytestmark = pytest.mark.gpu
@@ -140,6 +141,18 @@ def test_log_probabilities_and_gradients_are_those_of_the_host(
     assert wanted[1].norm() > 0
     for got, want in zip(found, wanted, strict=True):
         assert distance(got, want) < 1e-4
+
+
+@pytest.mark.parametrize("nodes", [2, 64, 65, 127, 128, 129])
+def test_trees_of_about_a_block_of_nodes(nodes: int) -> None:
+    """Up to 127 nodes torch has another kernel, for decoding, which takes fewer queries."""
+    ends, depths = torch.full((nodes,), nodes, dtype=torch.int32), torch.arange(nodes)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, n, nodes, 16, generator=generator) for n in (8, 2, 2))
+    wanted = TreeAttention(ends, depths, "path")(query, key, value)
+    moved = [one.to(DEVICE) for one in (query, key, value)]
+    found = TreeAttention(ends.to(DEVICE), depths.to(DEVICE), "flex")(*moved)
+    torch.testing.assert_close(found.cpu(), wanted, rtol=1e-2, atol=1e-2)  # products are TF32
 
 
 def test_gradients_repeat_to_the_bit(models: tuple[Any, Any]) -> None:

@@ -88,7 +88,10 @@ def split_entries(entries, COUNT: tl.constexpr):
 
 @triton.jit
 def join_entries(parts, COUNT: tl.constexpr):
-    """Undo `split_entries`."""
+    """Join ``[lanes]`` tensors to ``[2, 2, .., lanes]``, the lowest bit of their number first.
+
+    With lanes last, the compiler keeps all parts in the registers of their threads.
+    """
     if COUNT == 1:
         return parts[0]
     else:
@@ -98,7 +101,12 @@ def join_entries(parts, COUNT: tl.constexpr):
             evens = evens + (parts[2 * at],)
             odds = odds + (parts[2 * at + 1],)
         pairs = tl.join(join_entries(evens, COUNT // 2), join_entries(odds, COUNT // 2))
-        return tl.reshape(pairs, [pairs.shape[0] * 2])
+        if COUNT == 2:
+            return tl.permute(pairs, 1, 0)
+        elif COUNT == 4:
+            return tl.permute(pairs, 2, 0, 1)
+        else:
+            return tl.permute(pairs, 3, 0, 1, 2)
 
 
 @triton.jit
@@ -160,7 +168,9 @@ def scan_block(weight, increment, rate, place, state, FORM: tl.constexpr):
     for at in tl.static_range(EACH - 1):
         current = tl.fma(decays[at], current, increments[at])
         states = states + (current,)
-    return join_entries(states, EACH), last_of(decay), last_of(total)
+    entries = tl.permute(join_entries(states, EACH), 3, 2, 1, 0)
+    entries = tl.reshape(entries, increment.shape)  # undoes `split_entries`
+    return entries, last_of(decay), last_of(total)
 
 
 @triton.jit
@@ -229,17 +239,34 @@ def read_chunk(chunks, position, exists, range_of_chunks, own_last, clip):
 
 
 @triton.jit
-def read_entries(inputs, entries, FORM: tl.constexpr):
-    """Return token, whether it was generated, reward and value; 0 where it does not exist."""
-    rewards, values, loss_mask, chunks, kl, _ratios = inputs[0]
+def load_entries(inputs, entries):
+    """Return what memory has of tokens that are positions: reward; value; loss mask."""
+    rewards, values, loss_mask, _chunks, _kl, _ratios = inputs[0]
+    loaded = ()
+    if rewards is not None:
+        loaded = loaded + (tl.load(rewards + entries[0], mask=entries[1], other=0.0),)
+        if values is not None:
+            loaded = loaded + (tl.load(values + entries[0], mask=entries[1], other=0.0),)
+        if loss_mask is not None:
+            loaded = loaded + (tl.load(loss_mask + entries[0], mask=entries[1], other=0),)
+    return loaded
+
+
+@triton.jit
+def read_entries(inputs, entries, loaded, FORM: tl.constexpr):
+    """Return token, whether it was generated, reward and value; 0 where it does not exist.
+
+    ``loaded`` is what `load_entries` returns.
+    """
+    _rewards, values, loss_mask, chunks, kl, _ratios = inputs[0]
     limits = inputs[2]
     position, exists, _is_last, range_of_chunks, own_last, _gamma, _lam = entries
     if chunks is None:
         at = position
         generated = exists
         if loss_mask is not None:
-            generated = exists & (tl.load(loss_mask + at, mask=exists, other=0) != 0)
-        reward = tl.load(rewards + at, mask=exists, other=0.0).to(tl.float64)
+            generated = exists & (loaded[len(loaded) - 1] != 0)
+        reward = loaded[0].to(tl.float64)
     else:
         at, begin, reward = read_chunk(
             chunks, position, exists, range_of_chunks, own_last, limits[2]
@@ -251,7 +278,10 @@ def read_entries(inputs, entries, FORM: tl.constexpr):
             generated = exists & (at == begin)
     value = tl.zeros_like(reward)
     if values is not None:
-        value = tl.load(values + at, mask=exists, other=0.0).to(tl.float64)
+        if chunks is None:
+            value = loaded[1].to(tl.float64)
+        else:
+            value = tl.load(values + at, mask=exists, other=0.0).to(tl.float64)
     if FORM[1] == MULTIPLY:
         reward = tl.where(generated, reward, 0.0)
         value = tl.where(generated, value, 0.0)
@@ -274,9 +304,9 @@ def observe(generated, increment, passed, weight, OBSERVATION: tl.constexpr):
     """Return increment and weight of the decay, as the convention has them where not generated."""
     if OBSERVATION <= COMPACT:
         increment = tl.where(generated, increment, passed)
-        weight = tl.where(generated, weight, -1.0)
+        weight = tl.where(generated, weight, -1)
     elif OBSERVATION == RESET:
-        weight = tl.where(generated, weight, 0.0)
+        weight = tl.where(generated, weight, 0)
     return increment, weight
 
 
@@ -316,18 +346,20 @@ def steps_of_vtrace(inputs, outputs, entries, lanes, state, steps, FORM: tl.cons
 
 
 @triton.jit
-def scan_entries(inputs, outputs, entries, lanes, states, FORM: tl.constexpr):
+def scan_entries(inputs, outputs, entries, loaded, lanes, states, FORM: tl.constexpr):
     """Scan the entries of a block, and write their results if there are ``outputs``.
 
-    ``lanes`` are place and decay rate of each lane, ``states`` the two states behind the block.
+    ``loaded`` is what `load_entries` returns, ``lanes`` are place and decay rate of each lane,
+    ``states`` the two states behind the block.
     Return the effect of the block: decay and increment of the first state; decay and increment of
     the second, and its factor in the first.
     """
-    steps = read_entries(inputs, entries, FORM)
+    steps = read_entries(inputs, entries, loaded, FORM)
     at, generated, reward, value = steps
     _position, exists, is_last, _range_of_chunks, _own_last, gamma, lam = entries
     place, rate = lanes
     nothing = tl.zeros_like(reward)
+    one = tl.full(reward.shape, 1, tl.int32)
     traced = ()
     of_second = ()
     if FORM[0] == VTRACE:
@@ -336,12 +368,12 @@ def scan_entries(inputs, outputs, entries, lanes, states, FORM: tl.constexpr):
         )
     elif FORM[0] == ADJOINT:
         own = tl.where(generated, reward, 0.0)
-        increment, weight = observe(generated, own, nothing, nothing + 1.0, FORM[1])
+        increment, weight = observe(generated, own, nothing, one, FORM[1])
     else:
         own = gamma * (1.0 - lam) * value
         own = tl.fma(nothing + gamma * lam, reward, own)
         passed = passed_on(reward, is_last, FORM[1])
-        increment, weight = observe(generated, own, passed, nothing + 1.0, FORM[1])
+        increment, weight = observe(generated, own, passed, one, FORM[1])
     states, decay, total = scan_block(weight, increment, rate, place, states[0], FORM)
     if len(outputs) > 0:
         if FORM[0] == ADJOINT:  # mirrored: a sequence's last token comes first
@@ -395,17 +427,25 @@ def span_of(chunks, cu_seqlens, segment):
 
 
 @triton.jit
-def segments_of(inputs, segment, past):
-    """Return of segments their first and past-last position, last chunk, γ, λ, and state behind.
+def hold_segments(inputs, number, past, BLOCK: tl.constexpr):
+    """Return what `lay_out` takes of the ``LANES`` segments from ``number`` on: ``[LANES]`` each.
 
-    Those from ``past`` on have no entries.
+    These are first and past-last position, last chunk, and how many lanes a segment takes alone
+    and with those before it. Segments from ``past`` on have no entries.
     """
-    chunks = inputs[0][3]
-    cu_seqlens, gammas, lams, bootstrap, gamma, lam = inputs[1]
+    segment = number + tl.arange(0, LANES)
     is_given = segment < past
-    segment = tl.minimum(segment, past - 1)
-    begin, end, _first, past_chunk = span_of(chunks, cu_seqlens, segment)
-    own_last = tl.maximum(past_chunk - 1, 0)
+    begin, end, _, past_chunk = span_of(inputs[0][3], inputs[1][0], tl.minimum(segment, past - 1))
+    end = tl.where(is_given, end, begin)
+    taken = tl.minimum(tl.cdiv(end - begin, EACH), BLOCK // EACH + 1)
+    return begin, end, tl.maximum(past_chunk - 1, 0), taken, tl.cumsum(taken, 0)
+
+
+@triton.jit
+def rates_of(inputs, segment, own_last):
+    """Return γ, λ and the state behind each segment; ``own_last`` are their last chunks."""
+    chunks = inputs[0][3]
+    _cu_seqlens, gammas, lams, bootstrap, gamma, lam = inputs[1]
     if gammas is not None:
         gamma = tl.load(gammas + segment)
     if lams is not None:
@@ -417,41 +457,48 @@ def segments_of(inputs, segment, past):
             if len(chunks[6]) > 0:
                 goes_on = tl.load(chunks[6][0] + own_last) != 0
         tail = gamma * tl.load(bootstrap + segment, mask=goes_on, other=0.0).to(tl.float64)
-    return begin, tl.where(is_given, end, begin), own_last, gamma, lam, tail
+    return gamma, lam, tail
 
 
 @triton.jit
-def lay_out(inputs, number, past, BLOCK: tl.constexpr):
+def lay_out(inputs, held, first, number, past, BLOCK: tl.constexpr):
     """Lay the segments from ``number`` on side by side in a block, as long as they fit.
 
     A segment takes as many lanes as hold its entries; a longer one takes all, and stands alone.
-    Return what `entries_of` takes; place and decay rate of each lane; the state behind its segment;
-    the number of segments.
+    ``held`` is what `hold_segments` returns for ``first``. Return what `entries_of` takes; place
+    and decay rate of each lane; the state behind its segment; the number of segments.
     """
     WIDTH: tl.constexpr = BLOCK // EACH
     chunks, cu_seqlens = inputs[0][3], inputs[1][0]
-    begin, end, _, _, _, _ = segments_of(inputs, number + tl.arange(0, LANES), past)
-    taken = tl.minimum(tl.cdiv(end - begin, EACH), WIDTH + 1)
-    behind = tl.cumsum(taken, 0)
-    given = (behind <= WIDTH) & (number + tl.arange(0, LANES) < past)
-    count = tl.maximum(tl.sum(given.to(tl.int32), 0), 1)
+    begin, end, own_last, taken, behind = held
     lane = tl.arange(0, WIDTH)
-    owner = tl.zeros_like(lane)
-    for halving in tl.static_range(5):
-        half = 16 >> halving
-        owner += tl.where(tl.gather(behind, owner + (half - 1), 0) <= lane, half, 0)
-    last = tl.gather(behind, owner, 0)
-    owned = (owner < count) & (lane < last)
-    place = tl.where(owned, lane - last + tl.gather(taken, owner, 0), 0)
-    segment = tl.where(owned, number + owner, past)  # none where it is past
-    begin, end, own_last, gamma, lam, tail = segments_of(inputs, segment, past)
+    place = lane
+    owner = tl.full((WIDTH,), 0, tl.int32) + (number - first)
+    owned = owner >= 0
+    count = 1
+    if past - first > 1:
+        held_lane = tl.arange(0, LANES)
+        reach = behind - tl.sum(tl.where(held_lane < number - first, taken, 0), 0)
+        fits = (reach <= WIDTH) & (held_lane >= number - first) & (first + held_lane < past)
+        count = tl.maximum(tl.sum(fits.to(tl.int32), 0), 1)
+        owner = tl.zeros_like(lane)
+        for halving in tl.static_range(5):
+            half = 16 >> halving
+            owner += tl.where(tl.gather(reach, owner + (half - 1), 0) <= lane, half, 0)
+        last = tl.gather(reach, owner, 0)
+        owned = (first + owner < number + count) & (lane < last)
+        place = tl.where(owned, lane - last + tl.gather(taken, owner, 0), 0)
+    begin = tl.gather(begin, owner, 0)
+    end = tl.where(owned, tl.gather(end, owner, 0), begin)
+    own_last = tl.gather(own_last, owner, 0)
+    gamma, lam, tail = rates_of(inputs, tl.minimum(first + owner, past - 1), own_last)
     rate = gamma * lam + tl.zeros_like(tail)
     top = end - 1 - place * EACH
     range_of_chunks = 0, 0
     if chunks is not None:
-        first = tl.load(cu_seqlens + number)
+        first_chunk = tl.load(cu_seqlens + number)
         after = tl.load(cu_seqlens + tl.minimum(number + count, past))
-        range_of_chunks = first, tl.maximum(after - 1, first)
+        range_of_chunks = first_chunk, tl.maximum(after - 1, first_chunk)
         own_last = at_entries(own_last, 0, BLOCK)
     top = at_entries(top, 0, BLOCK) - (tl.arange(0, BLOCK) & (EACH - 1))
     begin, end = at_entries(begin, 0, BLOCK), at_entries(end, 0, BLOCK)
@@ -551,12 +598,14 @@ def effects_kernel(
         source[3], cu_seqlens, num_segments, num_chunks, window, SIZES
     )
     if exists:
-        laid, lanes, tail, _ = lay_out(inputs, number, number + 1, SIZES[0])
+        held = hold_segments(inputs, number, number + 1, SIZES[0])
+        laid, lanes, tail, _ = lay_out(inputs, held, number, number, number + 1, SIZES[0])
         states = tl.zeros_like(tail), tl.zeros_like(tail)
         total = no_effect(LANES, FORM)
         for done in range(0, SIZES[1], SIZES[0]):
             entries = entries_of(inputs, laid, start + done, FORM)
-            effect = scan_entries(inputs, (), entries, lanes, states, FORM)
+            loaded = load_entries(inputs, entries)
+            effect = scan_entries(inputs, (), entries, loaded, lanes, states, FORM)
             total = together(total, effect)
         lane = tl.arange(0, LANES)
         for at in tl.static_range(len(total)):
@@ -597,17 +646,18 @@ def fold_effects(effects, window, count, states, FORM: tl.constexpr):
 
 @triton.jit
 def scan_side_by_side(
-    inputs, outputs, effects, segments, reach, FORM: tl.constexpr, SIZES: tl.constexpr
+    inputs, outputs, effects, held, segments, reach, FORM: tl.constexpr, SIZES: tl.constexpr
 ):
     """Scan segments that fit side by side in a block, or one longer segment block after block.
 
-    ``segments`` are the first and the past-last; ``reach`` the entries of a long segment behind the
+    ``held`` is what `hold_segments` returns for the first segment of the program. ``segments`` are
+    that one, the first that is laid out, and the past-last; ``reach`` the entries of a long segment behind the
     first block, and up to the end of the last one. With ``effects``, a segment of rows that
     ``reach`` holds whole is scanned in the row that begins it alone. Return how many were scanned.
     """
-    number, past = segments
+    first, number, past = segments
     done, stop = reach
-    laid, lanes, tail, count = lay_out(inputs, number, past, SIZES[0])
+    laid, lanes, tail, count = lay_out(inputs, held, first, number, past, SIZES[0])
     states = tail, tail
     if FORM[0] >= VTRACE:
         states = tl.zeros_like(tail), tail
@@ -619,16 +669,21 @@ def scan_side_by_side(
                 done = (length - 1) // SIZES[1] * SIZES[1]
             states = fold_effects(effects, (end - 1) // SIZES[1], done // SIZES[1], states, FORM)
     stop = tl.minimum(stop, tl.maximum(length, 1))
+    loaded = load_entries(inputs, entries_of(inputs, laid, done, FORM))
     while done < stop:
         entries = entries_of(inputs, laid, done, FORM)
-        effect = scan_entries(inputs, outputs, entries, lanes, states, FORM)
+        following = loaded
+        if done + SIZES[0] < stop:  # the loads of a block are under way while the one behind is scanned
+            following = load_entries(inputs, entries_of(inputs, laid, done + SIZES[0], FORM))
+        effect = scan_entries(inputs, outputs, entries, loaded, lanes, states, FORM)
         states = carry_on(effect, states)
+        loaded = following
         done += SIZES[0]
     return count
 
 
 @triton.jit
-def longest_first(inputs, program, num_segments):
+def longest_first(inputs, program, num_segments, BLOCK: tl.constexpr):
     """Return the segment of a program, so that the first programs have the longest ones.
 
     The programs of each ``LANES`` neighbours take them by length; it is ``num_segments`` or more
@@ -637,7 +692,7 @@ def longest_first(inputs, program, num_segments):
     stride = tl.cdiv(num_segments, LANES)
     lane = tl.arange(0, LANES)
     first = program % stride * LANES
-    begin, end, _, _, _, _ = segments_of(inputs, first + lane, num_segments)
+    begin, end, _, _, _ = hold_segments(inputs, first, num_segments, BLOCK)
     key = tl.minimum(end - begin, 1 << 25) * LANES + LANES - lane
     place = tl.zeros_like(lane)
     for other in tl.static_range(LANES):
@@ -672,7 +727,7 @@ def scan_kernel(
         stop = 2147483647
         if program < walks:
             if share == 1:
-                number = longest_first(inputs, program, num_segments)
+                number = longest_first(inputs, program, num_segments, BLOCK)
                 past = tl.minimum(number + 1, num_segments)
         elif effects is not None:
             number, start, exists = row_of_window(
@@ -680,10 +735,13 @@ def scan_kernel(
             )
             past = number + exists.to(tl.int32)
             stop = start + SIZES[1]
-        while number < past:
-            number += scan_side_by_side(
-                inputs, outputs, effects, (number, past), (start, stop), FORM, SIZES
-            )
+        if number < past:
+            first = number
+            held = hold_segments(inputs, first, past, BLOCK)
+            while number < past:
+                number += scan_side_by_side(
+                    inputs, outputs, effects, held, (first, number, past), (start, stop), FORM, SIZES
+                )
     elif fill_ids is not None:  # 0 for the tokens that no turn generated, which no chunk writes
         tile = program - walks - num_windows
         # descending as those of the scan: otherwise the compiler would change the scan's layout

@@ -25,7 +25,7 @@ The kernels pass these tuples on, in which an input that is not given is ``None`
 - ``chunks``: first positions, first tokens, stride of these, spans, rewards, ``(1,)`` if a chunk
   is one action, ``(truncated,)``;
 - ``segments``: boundaries, γ and λ of each segment, bootstrap, γ and λ of all;
-- ``inputs``: source, segments, limits.
+- ``inputs``: source, segments, limits, and a 1 that the compiler does not know, for `widen`.
 
 V-trace has two states: the discounted value that follows, and the trace. ``FORM`` holds the numbers
 of the kind of scan, of the observation and of the KL penalty's estimator.
@@ -254,9 +254,9 @@ def load_entries(inputs, entries):
 
 @triton.jit
 def read_entries(inputs, entries, loaded, FORM: tl.constexpr):
-    """Return token, whether it was generated, reward and value; 0 where it does not exist.
+    """Return token, and whether it was generated; reward and value of what exists, else 0.
 
-    ``loaded`` is what `load_entries` returns.
+    ``loaded`` is what `load_entries` returns. Reward and value have the dtypes of memory.
     """
     _rewards, values, loss_mask, chunks, kl, _ratios = inputs[0]
     limits = inputs[2]
@@ -266,7 +266,10 @@ def read_entries(inputs, entries, loaded, FORM: tl.constexpr):
         generated = exists
         if loss_mask is not None:
             generated = exists & (loaded[len(loaded) - 1] != 0)
-        reward = loaded[0].to(tl.float64)
+        reward = loaded[0]
+        value = loaded[len(loaded) - 1]
+        if values is not None:
+            value = loaded[1]
     else:
         at, begin, reward = read_chunk(
             chunks, position, exists, range_of_chunks, own_last, limits[2]
@@ -276,16 +279,27 @@ def read_entries(inputs, entries, loaded, FORM: tl.constexpr):
             reward -= kl_penalty(kl, limits, at, generated, FORM[2])
         if len(chunks[5]) > 0:
             generated = exists & (at == begin)
+        value = reward
+        if values is not None:
+            value = tl.load(values + at, mask=exists, other=0.0)
+    return at, generated, reward, value
+
+
+@triton.jit
+def widen(rows, generated, values, one, FORM: tl.constexpr):
+    """Return rewards and values in float64, as the observation has them.
+
+    ``one`` is 1. With one that the compiler does not know, results are made of numbers that are
+    widened again: in float64 they would take twice the registers throughout the scan.
+    """
+    reward = (rows[0] * one).to(tl.float64)
     value = tl.zeros_like(reward)
     if values is not None:
-        if chunks is None:
-            value = loaded[1].to(tl.float64)
-        else:
-            value = tl.load(values + at, mask=exists, other=0.0).to(tl.float64)
+        value = (rows[1] * one).to(tl.float64)
     if FORM[1] == MULTIPLY:
         reward = tl.where(generated, reward, 0.0)
         value = tl.where(generated, value, 0.0)
-    return at, generated, reward, value
+    return reward, value
 
 
 @triton.jit
@@ -314,7 +328,7 @@ def observe(generated, increment, passed, weight, OBSERVATION: tl.constexpr):
 def steps_of_vtrace(inputs, outputs, entries, lanes, state, steps, FORM: tl.constexpr):
     """Return increment and weight of the trace; what results are made of; effect on ``state``.
 
-    ``state`` is the value that follows the block, and ``steps`` what `read_entries` returns. The
+    ``state`` is the value that follows the block, ``steps`` what `read_entries` returns, widened. The
     effect is decay and increment, and the factor in the trace, which is 0 if there are ``outputs``.
     """
     at, generated, reward, value = steps
@@ -354,8 +368,10 @@ def scan_entries(inputs, outputs, entries, loaded, lanes, states, FORM: tl.const
     Return the effect of the block: decay and increment of the first state; decay and increment of
     the second, and its factor in the first.
     """
-    steps = read_entries(inputs, entries, loaded, FORM)
-    at, generated, reward, value = steps
+    at, generated, reward, value = read_entries(inputs, entries, loaded, FORM)
+    rows = reward, value
+    reward, value = widen(rows, generated, inputs[0][1], 1.0, FORM)
+    steps = at, generated, reward, value
     _position, exists, is_last, _range_of_chunks, _own_last, gamma, lam = entries
     place, rate = lanes
     nothing = tl.zeros_like(reward)
@@ -391,6 +407,7 @@ def scan_entries(inputs, outputs, entries, loaded, lanes, states, FORM: tl.const
                 first = capped * (surprise + states)
                 second = target + trace * states
             else:
+                reward, value = widen(rows, generated, inputs[0][1], inputs[3], FORM)
                 first = reward - value + states
                 second = reward + states
             first = tl.where(generated, first, 0.0)
@@ -591,7 +608,8 @@ def effects_kernel(
 ):  # fmt: skip
     """Write the effect on the state of the row of one window, if it has one."""
     limits = (kl_coefficient, kl_clamp, reward_clip, rho_clip, c_clip, advantage_rho_clip)
-    inputs = (source, (cu_seqlens, rates[0], rates[1], bootstrap, gamma, lam), limits)
+    one = (num_segments > 0).to(tl.float32)
+    inputs = (source, (cu_seqlens, rates[0], rates[1], bootstrap, gamma, lam), limits, one)
     LANES: tl.constexpr = SIZES[0] // EACH
     window = tl.program_id(0)
     number, start, exists = row_of_window(
@@ -673,7 +691,7 @@ def scan_side_by_side(
     while done < stop:
         entries = entries_of(inputs, laid, done, FORM)
         following = loaded
-        if done + SIZES[0] < stop:  # the loads of a block are under way while the one behind is scanned
+        if done + SIZES[0] < stop:  # the next block is loaded while this one is scanned
             following = load_entries(inputs, entries_of(inputs, laid, done + SIZES[0], FORM))
         effect = scan_entries(inputs, outputs, entries, loaded, lanes, states, FORM)
         states = carry_on(effect, states)
@@ -714,7 +732,8 @@ def scan_kernel(
     has no window of its own.
     """
     limits = (kl_coefficient, kl_clamp, reward_clip, rho_clip, c_clip, advantage_rho_clip)
-    inputs = (source, (cu_seqlens, rates[0], rates[1], bootstrap, gamma, lam), limits)
+    one = (num_segments > 0).to(tl.float32)
+    inputs = (source, (cu_seqlens, rates[0], rates[1], bootstrap, gamma, lam), limits, one)
     BLOCK: tl.constexpr = SIZES[0]
     program = tl.program_id(0)
     walks = tl.cdiv(num_segments, share)
@@ -802,7 +821,8 @@ def _prepared(scan: Scan) -> tuple[Launch, dict[str, Any]]:
     mask = None if mask is None else mask.view(torch.uint8)
     kl = None if scan.ref_logprobs is None else (scan.logprobs, scan.ref_logprobs)
     ratios = (scan.logprobs, scan.rollout_logprobs) if scan.kind == "vtrace" else None
-    shape = "credit_scan" if ratios is None and chunks is None else "wide_scan"
+    wide = (scan.gammas, scan.lams, ratios, kl)  # what takes many registers
+    shape = "credit_scan" if all(one is None for one in wide) else "wide_scan"
     estimator = 0 if scan.estimator is None else KL_ESTIMATORS.index(scan.estimator) + 1
     return launch_on(shape, scan.cu_seqlens.get_device()), {
         "source": (scan.rewards, scan.values, mask, chunks, kl, ratios),

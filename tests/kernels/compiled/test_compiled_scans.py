@@ -85,7 +85,8 @@ def test_returns_take_one_launch_where_no_segment_is_long(compiled: Any) -> None
 
 MOST_BYTES, MOST_SPILLS = 48, 24
 """Bytes that V-trace with every input keeps in a thread's memory, and the instructions that move
-them. A few other scans keep less."""
+them. Some other scans keep less, by the limit of their registers: with it an SM holds more warps,
+which an H200 found faster."""
 
 
 def memory_of(variant: dict[str, Any]) -> list[int]:
@@ -104,10 +105,19 @@ def spilled(measured: list[dict[str, Any]]) -> dict[str, list[int]]:
     return {name: memory for name, memory in found.items() if any(memory)}
 
 
+def much_of(measured: list[dict[str, Any]]) -> dict[str, list[int]]:
+    """Return what keeps more than a few words in memory."""
+    return {
+        name: memory
+        for name, memory in spilled(measured).items()
+        if memory[0] > MOST_BYTES or memory[1] > MOST_SPILLS
+    }
+
+
 @pytest.mark.parametrize("compiled", [(INSTALLED, "90")], indirect=True, ids="-".join)
-def test_some_scans_do_not_spill(compiled: Any) -> None:
+def test_some_scans_spill_a_few_words_at_most(compiled: Any) -> None:
     assert compiled["scans"]
-    assert spilled(compiled["scans"]) == {}
+    assert much_of(compiled["scans"]) == {}
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -120,9 +130,4 @@ def test_no_scan_spills_more_than_a_few_words(
     measured = compile_scans(version, target)
     near = [variant for variant in measured if not variant["inputs"].endswith(", past 2 GiB")]
     assert len(near) == NUM_VARIANTS
-    much = {
-        name: memory
-        for name, memory in spilled(measured).items()
-        if memory[0] > MOST_BYTES or memory[1] > MOST_SPILLS
-    }
-    assert much == {}
+    assert much_of(measured) == {}

@@ -118,7 +118,7 @@ def candidates() -> list[BlockShape]:
         for block, threads in around
         if threads >= 32 and 1 <= block // threads <= 16
     ]
-    return [*shapes, *(own._replace(most_registers=most) for most in (128, 96))]
+    return [*shapes, *(own._replace(most_registers=most) for most in (None, 96))]
 
 
 def shapes(setting: Setting) -> Iterator[tuple[Row, Check]]:

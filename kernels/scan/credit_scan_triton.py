@@ -408,8 +408,8 @@ def scan_entries(inputs, outputs, entries, loaded, lanes, states, FORM: tl.const
                 second = target + trace * states
             else:
                 reward, value = widen(rows, generated, inputs[0][1], inputs[3], FORM)
-                first = reward - value + states
                 second = reward + states
+                first = second - value
             first = tl.where(generated, first, 0.0)
         written = generated if inputs[0][3] is not None else exists
         tl.store(outputs[0] + at, first.to(tl.float32), mask=written)

@@ -1,8 +1,8 @@
 """Block shapes of the kernels: data, each with its reason.
 
 The reasons are counts from compiled code (Triton 3.6 to 3.9) and arithmetic. That of `credit_scan`
-was also the fastest of the three shapes that were timed on an H200
-(``benchmarks/results/hardware/shapes.json``); no other kernel was timed with a second shape.
+was also the fastest of those that were timed on an H200 (`docs/benchmarks`); no other kernel was
+timed with a second shape.
 Registers are the maximum of a thread on sm_80 and sm_90, which
 ``tests/kernels/compiled/test_compiled.py`` asserts. An SM of sm_80 to sm_100 has 65,536 registers,
 allocated to warps by 8 per thread. At 4.3 TB/s an H200 needs about 11.4 KB of loads in flight on
@@ -48,10 +48,9 @@ SHAPES = {
     "group_advantages_kernel, long": BlockShape(2048, 256),
     # A warp with 8 entries a thread: scans are shuffles, and four sequences of 64 tokens lie side
     # by side. The block fixes the order of the sums, so it is the same on every architecture. With
-    # the limit an SM holds 16 warps, not 12: 4 to 15 % faster on an H200. 96 spill, and are slower.
+    # the limit an SM holds 16 warps, not 12: up to 17 % faster on an H200. Of 96 it spills.
     "credit_scan": BlockShape(256, 32, most_registers=128),
-    # V-trace, KL penalties, and rates by segment. Without the limit ptxas aims at 168 registers, and
-    # spills.
+    # V-trace, KL penalties, rates by segment. Without the limit ptxas aims at 168, and spills.
     "wide_scan": BlockShape(256, 32, most_registers=255),
     "scores_kernel": BlockShape(128, 128),  # one trajectory a thread, of a few turns
     # A warp, so sums are shuffles. With the limit 20 warps of an SM request 46 KB; none spills.

@@ -328,8 +328,9 @@ def observe(generated, increment, passed, weight, OBSERVATION: tl.constexpr):
 def steps_of_vtrace(inputs, outputs, entries, lanes, state, steps, FORM: tl.constexpr):
     """Return increment and weight of the trace; what results are made of; effect on ``state``.
 
-    ``state`` is the value that follows the block, ``steps`` what `read_entries` returns, widened. The
-    effect is decay and increment, and the factor in the trace, which is 0 if there are ``outputs``.
+    ``state`` is the value that follows the block, ``steps`` what `read_entries` returns, widened.
+    The effect is decay and increment, and the factor in the trace, which is 0 if there are
+    ``outputs``.
     """
     at, generated, reward, value = steps
     gamma, lam = entries[5], entries[6]
@@ -668,10 +669,11 @@ def scan_side_by_side(
 ):
     """Scan segments that fit side by side in a block, or one longer segment block after block.
 
-    ``held`` is what `hold_segments` returns for the first segment of the program. ``segments`` are
-    that one, the first that is laid out, and the past-last; ``reach`` the entries of a long segment behind the
-    first block, and up to the end of the last one. With ``effects``, a segment of rows that
-    ``reach`` holds whole is scanned in the row that begins it alone. Return how many were scanned.
+    ``held`` is what `hold_segments` returns for the first segment of the program; ``segments`` are
+    that one, the first that is laid out, and the past-last; ``reach`` the entries of a long segment
+    behind the first block, and up to the end of the last one. With ``effects``, a segment of rows
+    that ``reach`` holds whole is scanned in the row that begins it alone. Return how many were
+    scanned.
     """
     first, number, past = segments
     done, stop = reach
@@ -756,10 +758,11 @@ def scan_kernel(
             stop = start + SIZES[1]
         if number < past:
             first = number
+            reach = start, stop
             held = hold_segments(inputs, first, past, BLOCK)
             while number < past:
                 number += scan_side_by_side(
-                    inputs, outputs, effects, held, (first, number, past), (start, stop), FORM, SIZES
+                    inputs, outputs, effects, held, (first, number, past), reach, FORM, SIZES
                 )
     elif fill_ids is not None:  # 0 for the tokens that no turn generated, which no chunk writes
         tile = program - walks - num_windows

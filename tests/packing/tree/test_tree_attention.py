@@ -278,6 +278,24 @@ def test_flex_attention_compiles_once_for_all_numbers(windows, softcaps, monkeyp
         assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("sinks", [None, torch.zeros(8)])
+def test_a_device_never_takes_the_kernel_for_decoding(sinks, monkeypatch):
+    """It has no tile for more than 128 queries times the heads that share keys."""
+    asked = []
+
+    def compiled(query, *_, kernel_options, return_aux=None, **__):
+        asked.append(kernel_options)
+        aux = flex_attention.AuxOutput(lse=query[..., 0])
+        return query if return_aux is None else (query, aux)
+
+    monkeypatch.setattr(flex, "compiled_flex", lambda: compiled)
+    query = torch.empty(1, 8, 100, 16, device="meta")
+    sinks = None if sinks is None else sinks.to("meta")
+    numbers = {"scaling": None, "softcap": None, "sinks": sinks}
+    flex.attend_by_blocks(query, query[:, :2], query[:, :2], mask=None, **numbers)
+    assert asked == [{"BACKEND": "TRITON"}]
+
+
 def test_the_backend_is_chosen_by_the_device_and_can_be_forced():
     ends, depths = comb(2, 30, 20)
     assert TreeAttention(ends, depths).backend == "auto"

@@ -82,7 +82,7 @@ class Staging:
     """Memory that a buffer fills: tables that grow row by row, and behind them the stream.
 
     All tables have the same number of rows, and the stream begins behind the last table. A copy
-    includes the unused rows; `clear` reduces them to the rows that were used. For a CUDA
+    includes the unused rows; `clear` takes most of them away if few were used. For a CUDA
     device there are two pinned regions, so that copies are asynchronous and one region is filled
     while the other is copied. A write waits only for copies of the region that it writes to. A
     region that a CUDA graph has captured is never written again, and lives as long as this object.
@@ -139,10 +139,11 @@ class Staging:
                 spare = self._allocate(region.num_rows, len(region.stream))
             self.region = spare
             self._spare = None if region.captured else region
-        fitting = _aligned(max(rows_used + rows_used // 4, ALIGNMENT))
-        fits = fitting * self._row_words <= len(self.region.words)
-        if fits and not fitting <= self.region.num_rows <= 2 * fitting:
-            self.region.partition(self._columns, fitting)
+        rows, fitting = region.num_rows, _aligned(rows_used + rows_used // 4)
+        if rows > 2 * fitting:
+            rows = max(fitting, ALIGNMENT)
+        if rows != self.region.num_rows:  # of a spare region too, so that as much fits as before
+            self.region.partition(self._columns, rows)
 
     def send(self, num_words: int) -> DeviceRegion:
         """Copy tables and stream to the device in one copy.

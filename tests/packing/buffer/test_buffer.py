@@ -166,6 +166,22 @@ def test_the_next_batch_is_staged_beside_the_one_in_flight(monkeypatch):
     assert (first.waits, second.waits) == (1, 0)
 
 
+@pytest.mark.parametrize("rows", [1, 16, 17, 200])
+def test_batches_of_one_size_take_two_regions_and_no_more(rows, monkeypatch):
+    """Pinned memory takes long to allocate, and nothing else may use it."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    staging, regions = Staging(torch.device("cpu"), COLUMNS), []
+    for _ in range(4):
+        staging.clear(rows)
+        staging.reserve(10 * rows, 0, words_used=0)
+        staging.reserve(0, rows, words_used=10 * rows)
+        staging.region.copies = [Copy()]
+        regions.append(staging.region)
+    assert regions[::2] == [regions[0]] * 2
+    assert regions[1::2] == [regions[1]] * 2
+    assert len(regions[0].words) == len(regions[1].words)
+
+
 def test_every_copy_of_a_region_is_waited_for(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     staging = Staging(torch.device("cpu"), COLUMNS)

@@ -4,9 +4,9 @@
 
 A block is ``BLOCK`` entries of one warp, ``EACH`` neighbours to a lane, at reversed addresses, so
 that the scan runs forward. A lane composes its entries, the lanes are composed in rounds of
-doubling reach, and the state behind the block enters every lane. Short segments lie side by side
-in a block, each in as many lanes as hold its entries. A round joins two lanes only within
-a segment, so a segment's bits are those of a block of its own.
+doubling reach, and the state behind the block enters every lane. Meanwhile the next block loads.
+Short segments lie side by side in a block, each in as many lanes as hold its entries. A round joins
+two lanes only within a segment, so a segment's bits are those of a block of its own.
 
 States, decays and increments are float64; results are rounded once, to float32.
 

@@ -60,6 +60,9 @@ ADDS_INTEGERS = {"sum_slots_kernel", "moments_kernel"}
 """Kernels with atomic additions: of integers, which are the same in any order."""
 MOST_SCALARS_SPILLED = {"effects_kernel": 24, "scan_kernel": 40, "weigh_kernel": 32}
 """On gfx942 scalars that do not fit go to lanes of vector registers, and never to memory."""
+MOST_SPILLED = {"scan_kernel": 48}
+"""Most bytes that a thread keeps in memory for lack of registers, and instructions that move them.
+The limit of a scan's registers lets an SM hold more warps; `test_compiled_scans` has more of it."""
 
 COPIES = ("build_kernel", "gather_fields_kernel", "gather_words_kernel", "pad_kernel")
 COPIES += ("unpad_kernel", "select_tokens_kernel")
@@ -108,7 +111,7 @@ def test_a_thread_keeps_to_its_registers_and_adds_no_float_atomically(
         assert 0 < variant["registers"] <= MORE_FOR_INPUTS.get((kernel, inputs), most), variant
         memory = dict(variant["memory_of_a_thread"])
         assert memory.pop("sgpr_spill_count", 0) <= MOST_SCALARS_SPILLED.get(kernel, 0), variant
-        assert set(memory.values()) == {0}, variant
+        assert max(memory.values()) <= MOST_SPILLED.get(kernel, 0), variant
         assert (variant["atomics"] > 0) == (kernel in ADDS_INTEGERS), variant
 
 

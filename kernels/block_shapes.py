@@ -50,7 +50,8 @@ SHAPES = {
     # by side. The block fixes the order of the sums, so it is the same on every architecture. With
     # the limit an SM holds 16 warps, not 12: up to 17 % faster on an H200. Of 96 it spills.
     "credit_scan": BlockShape(256, 32, most_registers=128),
-    # V-trace, KL penalties, rates by segment. Without the limit ptxas aims at 168, and spills.
+    # V-trace, KL penalties, rates by segment, some observations of masks. Without the limit ptxas
+    # aims at 168 registers, and spills.
     "wide_scan": BlockShape(256, 32, most_registers=255),
     "scores_kernel": BlockShape(128, 128),  # one trajectory a thread, of a few turns
     # A warp, so sums are shuffles. With the limit 20 warps of an SM request 46 KB; none spills.

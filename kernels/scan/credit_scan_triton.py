@@ -824,8 +824,10 @@ def _prepared(scan: Scan) -> tuple[Launch, dict[str, Any]]:
     mask = None if mask is None else mask.view(torch.uint8)
     kl = None if scan.ref_logprobs is None else (scan.logprobs, scan.ref_logprobs)
     ratios = (scan.logprobs, scan.rollout_logprobs) if scan.kind == "vtrace" else None
-    wide = (scan.gammas, scan.lams, ratios, kl)  # what takes many registers
-    shape = "credit_scan" if all(one is None for one in wide) else "wide_scan"
+    # what takes so many registers that the limit of the others would make it spill
+    is_wide = any(one is not None for one in (scan.gammas, scan.lams, ratios, kl))
+    is_wide |= mask is not None and observation in ("compact", "reset")
+    shape = "wide_scan" if is_wide else "credit_scan"
     estimator = 0 if scan.estimator is None else KL_ESTIMATORS.index(scan.estimator) + 1
     return launch_on(shape, scan.cu_seqlens.get_device()), {
         "source": (scan.rewards, scan.values, mask, chunks, kl, ratios),

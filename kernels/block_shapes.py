@@ -48,7 +48,7 @@ SHAPES = {
     "group_advantages_kernel, long": BlockShape(2048, 256),
     # A warp with 8 entries a thread: scans are shuffles, and four sequences of 64 tokens lie side
     # by side. The block fixes the order of the sums, so it is the same on every architecture. With
-    # the limit an SM holds 16 warps, not 12: up to 17 % faster on an H200. Of 96 it spills.
+    # the limit an SM holds 16 warps, not 12: up to 17 % faster on an H200. With 96 it spills.
     "credit_scan": BlockShape(256, 32, most_registers=128),
     # V-trace, KL penalties, rates by segment, some observations of masks. Without the limit ptxas
     # aims at 168 registers, and spills.

@@ -267,7 +267,7 @@ def read_entries(inputs, entries, loaded, FORM: tl.constexpr):
         if loss_mask is not None:
             generated = exists & (loaded[len(loaded) - 1] != 0)
         reward = loaded[0]
-        value = loaded[len(loaded) - 1]
+        value = reward
         if values is not None:
             value = loaded[1]
     else:

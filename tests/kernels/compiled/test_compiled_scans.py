@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.kernels.compiled.test_compiled import MOST_SPILLED
 from tests.kernels.conftest import INSTALLED, TARGETS, VERSIONS, builds
 from trajpack.kernels.block_shapes import DEFAULT, block_shape
 from trajpack.kernels.scan import credit_scan_triton
@@ -83,7 +84,7 @@ def test_returns_take_one_launch_where_no_segment_is_long(compiled: Any) -> None
     }
 
 
-MOST_BYTES, MOST_SPILLS = 64, 32
+MOST_BYTES, MOST_SPILLS = MOST_SPILLED["scan_kernel"], 32
 """Most bytes that a scan keeps in a thread's memory, and the instructions that move them. With the
 limit of registers that makes some scans keep so many, an SM holds more warps: an H200 is faster."""
 

@@ -60,6 +60,8 @@ LANES = tl.constexpr(32)
 """Most segments of a program; lanes that fold the effects of blocks."""
 GROUP = tl.constexpr(16)
 """Blocks that a lane folds one after another."""
+AT_ONCE = tl.constexpr(4)
+"""Blocks of a lane whose effects are loaded together. The compiler's time grows with the square."""
 
 CARRY, CARRY_DROP, COMPACT, IGNORE, MULTIPLY, RESET = (
     tl.constexpr(number) for number in range(len(OBSERVATIONS))
@@ -643,13 +645,14 @@ def fold_effects(effects, window, count, states, FORM: tl.constexpr):
     while done < count:
         neutral = no_effect(LANES, FORM)
         total = neutral
-        for at in tl.static_range(GROUP):
-            row = done + lane * GROUP + at
-            effect = ()
-            for part in tl.static_range(len(neutral)):
-                own = effects + (window - row) * len(neutral) + part
-                effect = effect + (tl.load(own, mask=row < count, other=neutral[part]),)
-            total = together(total, effect)
+        for at in range(0, GROUP, AT_ONCE):
+            for beside in tl.static_range(AT_ONCE):
+                row = done + lane * GROUP + at + beside
+                effect = ()
+                for part in tl.static_range(len(neutral)):
+                    own = effects + (window - row) * len(neutral) + part
+                    effect = effect + (tl.load(own, mask=row < count, other=neutral[part]),)
+                total = together(total, effect)
         if FORM[0] == VTRACE:
             total = tl.associative_scan(total, 0, together_of_two)
         else:

@@ -3,7 +3,7 @@
 Every kind of scan with every observation, with the least and the most inputs, makes 60 variants of
 the first kernel of long scans and 120 of the scan. None spills more than a few words. `make
 variants` compiles all of them, with every Triton and for every target; without `--full` the
-installed Triton compiles an eleventh for sm_90.
+installed Triton compiles a few for sm_90.
 """
 
 from __future__ import annotations

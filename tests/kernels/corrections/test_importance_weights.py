@@ -232,10 +232,10 @@ def test_kernels_agree_with_the_reference(rule: Correction) -> None:
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule.needs_segments], ids=str)
 def test_kernels_agree_where_a_tile_has_many_segments(rule: Correction) -> None:
     """More than are added at once, some with logarithms that are no number or infinite."""
-    case = Case([1, 2, 3, 1, 40] * 60)
-    bounds, num = case.cu_seqlens, 300
+    case = Case([1, 2, 3, 1, 10] * 30)
+    bounds, num = case.cu_seqlens, 150
     case.loss_mask[::2] = True
-    case.logprobs[[10, 70, 700]] = torch.tensor([math.nan, math.inf, -math.inf])
+    case.logprobs[[10, 70, 500]] = torch.tensor([math.nan, math.inf, -math.inf])
     ids = torch.repeat_interleave(torch.arange(num), bounds.diff())
     mixed = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(5))]
     assert_kernels_agree(case, rule, Places(bounds, None, None, num, num))
@@ -263,7 +263,7 @@ def test_kernels_weigh_a_segment_alike_in_any_company_and_run(rule: Correction) 
     together, metrics = weigh(0, sum(LENGTHS), case.cu_seqlens)
     for begin, end in case.spans:
         assert_same_bits(weigh(begin, end, boundaries([end - begin]))[0], together[begin:end])
-    for _ in range(20):
+    for _ in range(7):  # of each of three rules
         again = weigh(0, sum(LENGTHS), case.cu_seqlens)
         assert_same_bits(again[0], together)
         assert_same_bits(again[1], metrics)

@@ -159,11 +159,10 @@ def test_short_sequences_cost_a_tile_no_addition_of_their_own(
     options: Any = {"sequence_ids": ids, "num_sequences": num}
     expected = loss_weights("sequence_mean_token_mean", mask, **options)
     with on_executor(arch, counts=True) as executor:
-        for _ in range(20):
-            found = loss_weights("sequence_mean_token_mean", mask, **options, impl="triton")
-            assert_same_bits(found, expected)
+        found = loss_weights("sequence_mean_token_mean", mask, **options, impl="triton")
+    assert_same_bits(found, expected)
     report = executor.reports["sum_slots_kernel"]
-    assert report.programs == 20 * tokens // tile
+    assert report.programs == tokens // tile
     additions = report.traffic["global", "atomic"]
     assert additions.requests == most_additions * report.programs
     # a sector holds four slots, or two counters
@@ -181,11 +180,10 @@ def test_the_work_of_a_program_is_bounded_where_each_entry_is_a_sequence(each: i
     places = Places(None, None, owners, num, -(-num // each))
     expected = shares_of("sequence_mean_token_mean", counts, places, None, "torch")
     with on_executor(90, counts=True) as executor:
-        for _ in range(20):
-            found = shares_of("sequence_mean_token_mean", counts, places, None, "triton")
-            assert_same_bits(found, expected)
+        found = shares_of("sequence_mean_token_mean", counts, places, None, "triton")
+    assert_same_bits(found, expected)
     report = executor.reports["sum_slots_kernel"]
-    assert report.programs == 20 * -(-num // 32)
+    assert report.programs == -(-num // 32)
     assert report.traffic["global", "atomic"].requests <= 2 * report.programs
     assert report.warp_instructions < 800 * report.programs
 
@@ -193,7 +191,7 @@ def test_the_work_of_a_program_is_bounded_where_each_entry_is_a_sequence(each: i
 def test_many_sequences_of_a_tile_give_the_bits_of_the_reference_in_any_order() -> None:
     """Of a tile of 256 tokens up to 256 sequences, some of them seen by every tile."""
     draw = torch.Generator().manual_seed(3)
-    for num, tokens in ((5000, 4000), (300, 2000), (40, 2000)):
+    for num, tokens in ((1500, 1200), (300, 800), (40, 800)):
         ids = torch.randint(-1, num + 1, (tokens,), generator=draw)
         mask = torch.rand(tokens, generator=draw) < 0.8
         options: Any = {"sequence_ids": ids, "num_sequences": num}

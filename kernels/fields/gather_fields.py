@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +35,22 @@ class FieldLayout(NamedTuple):
     def row_bytes(self) -> int:
         """Bytes of a row."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Gathered(NamedTuple):
+    """Inputs of `gather_fields`, with fields as units of `trajpack.kernels.fields.units`."""
+
+    words: torch.Tensor
+    runs: torch.Tensor
+    sources: torch.Tensor
+    num_tokens: int
+    layouts: Sequence[Rows]
+    masks: Sequence[bool]
+    """Which fields have rows of generated tokens alone."""
+
+    def columns(self) -> Iterator[tuple[int, Rows, bool]]:
+        """Yield number, layout and mask of each field."""
+        return zip(range(len(self.layouts)), self.layouts, self.masks, strict=True)
 
 
 def gather_fields(
@@ -88,7 +104,7 @@ def gather_fields(
     masks = [field.generated_only for field in fields]
     if out is not None:
         units = [_whole_units(*pair, num_tokens) for pair in zip(out, layouts, strict=True)]
-        _write(units, words, runs, sources, num_tokens, layouts=layouts, masks=masks, impl=chosen)
+        _write(units, Gathered(words, runs, sources, num_tokens, layouts, masks), chosen)
         return list(out)
     inputs = (one.contiguous() for one in (words, runs, sources))
     numbers = [number for layout in layouts for number in layout]
@@ -126,51 +142,31 @@ def _whole_units(rows: torch.Tensor, layout: Rows, num_tokens: int) -> torch.Ten
     return rows.view(-1).view(UNITS[layout.unit]).as_strided((tiles * TILE,), (1,))
 
 
-def _write(
-    out: Sequence[torch.Tensor],
-    words: torch.Tensor,
-    runs: torch.Tensor,
-    sources: torch.Tensor,
-    num_tokens: int,
-    *,
-    layouts: Sequence[Rows],
-    masks: Sequence[bool],
-    impl: str,
-) -> None:
-    """Write units of `empty_units`; ``masks`` say which fields have rows of generated tokens."""
-    checked, begins = check_runs(OP, runs, num_tokens), values_to_check(sources)
+def _write(out: Sequence[torch.Tensor], given: Gathered, impl: str) -> None:
+    """Write units of `empty_units`."""
+    checked, begins = check_runs(OP, given.runs, given.num_tokens), values_to_check(given.sources)
     if checked and begins is not None:
-        _, given, generated = checked
-        for number, ((width, unit, _), mask) in enumerate(zip(layouts, masks, strict=True)):
-            counts = np.minimum(given, generated) if mask else given
-            rule, size = f"sources must keep bytes of field {number}", 4 * words.shape[0]
+        _, lengths, generated = checked
+        for number, (width, unit, _), mask in given.columns():
+            counts = np.minimum(lengths, generated) if mask else lengths
+            rule, size = f"sources must keep bytes of field {number}", 4 * given.words.shape[0]
             begin = begins.numpy()[:-1, number]
             check_stretches(OP, rule, begin, counts * width * unit, size)
     if impl == "triton":
         from trajpack.kernels.fields.gather_fields_triton import write_rows
 
-        write_rows(words, runs, sources, num_tokens, layouts=layouts, masks=masks, out=out)
-        return
-    if words.device.type == "cpu":
-        _write_on_host(out, words, runs, sources, num_tokens, layouts=layouts, masks=masks)
+        write_rows(out, given)
+    elif given.words.device.type == "cpu":
+        _write_on_host(out, given)
     else:
-        write_reference(out, words, runs, sources, num_tokens, layouts=layouts, masks=masks)
+        write_reference(out, given)
 
 
-def write_reference(
-    out: Sequence[torch.Tensor],
-    words: torch.Tensor,
-    runs: torch.Tensor,
-    sources: torch.Tensor,
-    num_tokens: int,
-    *,
-    layouts: Sequence[Rows],
-    masks: Sequence[bool],
-) -> None:
+def write_reference(out: Sequence[torch.Tensor], given: Gathered) -> None:
     """Define the op in plain torch: each token looks up its run, then its row."""
+    words, runs, sources, num_tokens, *_ = given
     run, offset, *_ = located(num_tokens, *runs[:-1, : Run.GENERATED + 1].unbind(1))
-    for number, (units, layout, mask) in enumerate(zip(out, layouts, masks, strict=True)):
-        width, unit, fill = layout
+    for number, (width, unit, fill), mask in given.columns():
         row = offset - runs[run, Run.GENERATED] if mask else offset
         has_row = (runs[run, Run.SOURCE] >= 0) & (row >= 0)
         place = sources[run, number] // unit + row * width
@@ -181,28 +177,19 @@ def write_reference(
         if stream.shape[0] < width:  # no token has a row
             stream = stream.new_zeros(width)
         rows = taken(stream.unfold(0, width, 1), place, has_row, fill)
-        units[: rows.numel()].copy_(rows.view(-1))
+        out[number][: rows.numel()].copy_(rows.view(-1))
 
 
-def _write_on_host(
-    out: Sequence[torch.Tensor],
-    words: torch.Tensor,
-    runs: torch.Tensor,
-    sources: torch.Tensor,
-    num_tokens: int,
-    *,
-    layouts: Sequence[Rows],
-    masks: Sequence[bool],
-) -> None:
+def _write_on_host(out: Sequence[torch.Tensor], given: Gathered) -> None:
     """Copy the rows of a run at once."""
+    words, runs, sources, num_tokens, *_ = given
     start, table = runs.numpy()[:, Run.START].astype(np.int64), runs.numpy()[:-1]
     lengths = np.diff(start)
     skipped = np.clip(table[:, Run.GENERATED], 0, lengths)
-    for number, (units, layout, mask) in enumerate(zip(out, layouts, masks, strict=True)):
-        width, unit, fill = layout
+    for number, (width, unit, fill), mask in given.columns():
         begin = start[:-1] + skipped if mask else start[:-1]
         size = np.where(table[:, Run.SOURCE] >= 0, start[1:] - begin, 0)
-        rows, stream = units.numpy()[: num_tokens * width], words.numpy()
+        rows, stream = out[number].numpy()[: num_tokens * width], words.numpy()
         stream = stream[: stream.size // 2 * 2] if unit == 8 else stream
         origin = sources.numpy()[:-1, number] // unit
         copied = copier(rows.size, begin * width, origin, size * width)
@@ -213,7 +200,7 @@ def _run(words: torch.Tensor, runs: Any, sources: Any, num_tokens: int, *options
     numbers, masks, impl = options
     layouts = layouts_of(numbers)
     out = empty_units(layouts, num_tokens, words.device)
-    _write(out, words, runs, sources, num_tokens, layouts=layouts, masks=masks, impl=impl)
+    _write(out, Gathered(words, runs, sources, num_tokens, layouts, masks), impl)
     return [one[: num_tokens * row.width] for one, row in zip(out, layouts, strict=True)]
 
 

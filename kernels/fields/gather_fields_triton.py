@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trajpack.kernels.fields.units import Rows
+from trajpack.kernels.fields.gather_fields import Gathered
 from trajpack.kernels.launches import cdiv, launch_on
 from trajpack.kernels.runs import RUN_WIDTH, Run
 from trajpack.kernels.search_triton import find_segment, find_segments
@@ -75,17 +75,9 @@ def gather_fields_kernel(
         tile -= tiles
 
 
-def write_rows(
-    words: torch.Tensor,
-    runs: torch.Tensor,
-    sources: torch.Tensor,
-    num_tokens: int,
-    *,
-    layouts: Sequence[Rows],
-    masks: Sequence[bool],
-    out: Sequence[torch.Tensor],
-) -> None:
+def write_rows(out: Sequence[torch.Tensor], given: Gathered) -> None:
     """Launch the kernel on outputs in whole tiles, which it writes to the end."""
+    words, runs, sources, num_tokens, layouts, masks = given
     launch = launch_on("gather_fields_kernel", words.get_device())
     tiles = sum(cdiv(num_tokens * layout.width, launch.block) for layout in layouts)
     if not tiles:

@@ -20,6 +20,7 @@ from trajpack.kernels.corrections.slots import Places
 from trajpack.kernels.credit.turns_triton import scores_forward, spread_forward
 from trajpack.kernels.fields.build import empty_memory
 from trajpack.kernels.fields.build_triton import write_fields
+from trajpack.kernels.fields.gather_fields import Gathered
 from trajpack.kernels.fields.gather_fields_triton import write_rows
 from trajpack.kernels.fields.gather_words_triton import gather_words_forward
 from trajpack.kernels.fields.units import UNITS, Rows, empty_units
@@ -119,11 +120,11 @@ def launches_of_every_field(words: torch.Tensor, runs: torch.Tensor) -> Launches
     for label, (layouts, masks) in cases.items():
         sources = torch.zeros((3, len(layouts)), dtype=torch.int64, device=words.device)
         out = empty_units(layouts, 1500, words.device)
-        rows = {"layouts": layouts, "masks": masks, "out": out}
-        yield label, partial(write_rows, words, runs, sources, 1500, **rows)
+        given = Gathered(words, runs, sources, 1500, layouts, masks)
+        yield label, partial(write_rows, out, given)
     unaligned = torch.zeros(13, dtype=torch.int64, device=words.device)[1:].view(3, 4)
-    shifted = words[1:], words[25:49].view(3, 8), unaligned
-    yield f"{label}, unaligned", partial(write_rows, *shifted, 1500, **rows)
+    shifted = {"words": words[1:], "runs": words[25:49].view(3, 8), "sources": unaligned}
+    yield f"{label}, unaligned", partial(write_rows, out, given._replace(**shifted))
 
 
 def launches_of_every_row(cu_seqlens: torch.Tensor) -> Launches:

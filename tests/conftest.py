@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import shutil
 import signal
@@ -29,6 +30,7 @@ else:
     settings.register_profile("thorough", max_examples=250, deadline=None)
     settings.load_profile("trajpack")  # the other: --hypothesis-profile=thorough
 
+multiprocessing.get_start_method()  # settled, or torchrl has later workers of the process spawned
 torch.set_num_threads(1)  # tensors are small and workers many: more threads would wait in circles
 os.environ["OMP_NUM_THREADS"] = "1"  # for programs that tests start
 

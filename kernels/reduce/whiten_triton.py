@@ -3,10 +3,10 @@
 
 `moments_kernel` has at most `PARTS` programs. A program walks over every `PARTS`-th chunk of
 ``CHUNK`` entries, takes their mean, then their squared deviations, from registers, and merges
-the chunks one after another. The last program, which an integer counter finds, merges the parts in
-an order that depends on their number alone. Chunks without a counted entry change no bit. Whitened
-chunks are stored whole, unmasked and full width; the loads of all chunks but the last are unmasked
-too.
+the chunks one after another; of float32 under a mask it loads the next chunk ahead. The last
+program, which an integer counter finds, merges the parts in an order that depends on their number
+alone. Chunks without a counted entry change no bit. Whitened chunks are stored whole, unmasked and
+full width; the loads of all chunks but the last are unmasked too.
 """
 
 from __future__ import annotations
@@ -47,23 +47,32 @@ def _load_chunk(x, counts, first, entries, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def _both(low, high, count, total, other_low, other_high, other_count, other_total):
+    low, high = tl.minimum(low, other_low), tl.maximum(high, other_high)
+    return low, high, count + other_count, total + other_total
+
+
+@triton.jit
 def _of_chunk(value, numbers):
     """Return the moments of a chunk."""
     value = tl.where(numbers != 0, value, 0.0)
-    low = tl.min(tl.where(numbers != 0, value, float("inf")), 0).to(tl.float64)
-    high = tl.max(tl.where(numbers != 0, value, float("-inf")), 0).to(tl.float64)
-    count = tl.sum(numbers.to(tl.int32), 0).to(tl.float64)
+    low = tl.where(numbers != 0, value, float("inf"))
+    high = tl.where(numbers != 0, value, float("-inf"))
     value = value.to(tl.float64)
-    if numbers.dtype == tl.int8:  # a mask
-        mean = tl.sum(value, 0) / tl.maximum(count, 1.0)
-        away = tl.where(numbers != 0, value - mean, 0.0)
-        squares = tl.sum(away * away, 0)
-    else:
-        weight = numbers.to(tl.float64)
-        mean = tl.sum(weight * value, 0) / tl.maximum(count, 1.0)
-        away = value - mean
-        squares = tl.sum(tl.where(numbers != 0, weight * (away * away), 0.0), 0)
-    return _settled(count, mean, squares, low, high)
+    weighted = value
+    weight = numbers.to(tl.float64)
+    if numbers.dtype != tl.int8:  # no mask
+        weighted = weight * value
+    # together, so that the warps of a program wait for each other once
+    low, high, count, total = tl.reduce((low, high, numbers.to(tl.int32), weighted), 0, _both)
+    count = count.to(tl.float64)
+    mean = total / tl.maximum(count, 1.0)
+    away = value - mean
+    squares = away * away
+    if numbers.dtype != tl.int8:
+        squares = weight * squares
+    squares = tl.sum(tl.where(numbers != 0, squares, 0.0), 0)
+    return _settled(count, mean, squares, low.to(tl.float64), high.to(tl.float64))
 
 
 @triton.jit
@@ -116,8 +125,18 @@ def moments_kernel(
     mean, squares = count, count
     low, high = count + float("inf"), count - float("inf")
     first = tl.program_id(0).to(tl.int64) * CHUNK
-    while first < entries:
+    # the next chunk is loaded while one is summed, where registers suffice for both
+    AHEAD: tl.constexpr = x.dtype.element_ty == tl.float32 and counts.dtype.element_ty == tl.int8
+    if AHEAD:
         value, numbers = _load_chunk(x, counts, first, entries, CHUNK)
+    while first < entries:
+        if not AHEAD:
+            value, numbers = _load_chunk(x, counts, first, entries, CHUNK)
+        first += tl.num_programs(0).to(tl.int64) * CHUNK
+        if AHEAD:
+            following = value, numbers
+            if first < entries:
+                following = _load_chunk(x, counts, first, entries, CHUNK)
         number, center, own, least, most = _of_chunk(value, numbers)
         low, high = tl.minimum(low, least), tl.maximum(high, most)
         total = tl.maximum(count + number, 1.0)
@@ -125,7 +144,8 @@ def moments_kernel(
         squares += own + apart * apart * (count * (number / total))
         mean += apart * (number / total)
         count += number
-        first += tl.num_programs(0).to(tl.int64) * CHUNK
+        if AHEAD:
+            value, numbers = following
     count, mean, squares, low, high = _settled(count, mean, squares, low, high)
     num_parts = tl.num_programs(0)
     parts = moments + MOMENTS

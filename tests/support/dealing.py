@@ -20,6 +20,8 @@ LONGEST = (
     "tests/kernels/scan/test_credit_scan_triton.py",
     ON_THE_CLUSTER,
     "tests/repository/test_distribution.py",
+    "tests/packing/tree/test_tree_models.py",
+    "tests/packing/credit/test_credit.py",
     "tests/kernels/scan/test_scan_chunks.py",
     "tests/kernels/credit/test_vtrace.py",
     "tests/repository/test_optional_packages.py",

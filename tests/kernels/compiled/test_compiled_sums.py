@@ -82,19 +82,26 @@ def test_whitened_entries_are_stored_at_full_width_once_and_unmasked(compiled: A
 
 @pytest.mark.parametrize("kernel", OF_ENTRIES)
 def test_whole_chunks_are_loaded_at_full_width(compiled: Any, kernel: str) -> None:
-    """The last chunk, which may have an end, is loaded entry by entry in a branch of its own."""
+    """The last chunk, which may have an end, is loaded entry by entry in a branch of its own.
+
+    Moments of float32 under a mask load the first chunk, and in the loop the one that follows.
+    """
     for variant in compiled.variants(kernel):
         size = 8 if variant["inputs"].startswith("float64") else 4
         numbers = 4 if "numbers" in variant["inputs"] else 0
-        expected = OF_A_THREAD * (size + numbers) // 16
+        places = 2 if (kernel, label_of(variant)) == ("moments_kernel", "float32") else 1
+        expected = places * OF_A_THREAD * (size + numbers) // 16
         assert variant["loads"][16] == expected, variant
 
 
 def test_sums_shuffle_and_wait_within_their_bounds(compiled: Any) -> None:
-    """Five sums of a chunk and five of the parts, each within a warp, then between warps."""
+    """Two sums of a chunk, the first of four numbers, and five of the parts.
+
+    Each is made within a warp, then between warps.
+    """
     for variant in compiled.variants("moments_kernel"):
         assert 0 < variant["shuffles"] <= 152, variant
-        assert variant["barriers"] <= 32, variant
+        assert variant["barriers"] <= 24, variant
 
 
 def test_moments_of_a_program_and_those_of_all_are_stored_once(compiled: Any) -> None:

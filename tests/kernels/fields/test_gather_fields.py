@@ -11,9 +11,9 @@ from hypothesis import given, settings, strategies as st
 
 from trajpack.kernels.fields.gather_fields import (
     FieldLayout,
+    Gathered,
     empty_rows,
     gather_fields,
-    Gathered,
     write_reference,
 )
 from trajpack.kernels.fields.units import as_rows, empty_units, rows_of

@@ -37,7 +37,7 @@ class FieldLayout(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Gathered(NamedTuple):
+class GatherInputs(NamedTuple):
     """Inputs of `gather_fields`, with fields as units of `trajpack.kernels.fields.units`."""
 
     words: torch.Tensor
@@ -48,7 +48,7 @@ class Gathered(NamedTuple):
     masks: Sequence[bool]
     """Which fields have rows of generated tokens alone."""
 
-    def columns(self) -> Iterator[tuple[int, Rows, bool]]:
+    def fields(self) -> Iterator[tuple[int, Rows, bool]]:
         """Yield number, layout and mask of each field."""
         return zip(range(len(self.layouts)), self.layouts, self.masks, strict=True)
 
@@ -104,7 +104,7 @@ def gather_fields(
     masks = [field.generated_only for field in fields]
     if out is not None:
         units = [_whole_units(*pair, num_tokens) for pair in zip(out, layouts, strict=True)]
-        _write(units, Gathered(words, runs, sources, num_tokens, layouts, masks), chosen)
+        _write(units, GatherInputs(words, runs, sources, num_tokens, layouts, masks), chosen)
         return list(out)
     inputs = (one.contiguous() for one in (words, runs, sources))
     numbers = [number for layout in layouts for number in layout]
@@ -142,12 +142,12 @@ def _whole_units(rows: torch.Tensor, layout: Rows, num_tokens: int) -> torch.Ten
     return rows.view(-1).view(UNITS[layout.unit]).as_strided((tiles * TILE,), (1,))
 
 
-def _write(out: Sequence[torch.Tensor], given: Gathered, impl: str) -> None:
+def _write(out: Sequence[torch.Tensor], given: GatherInputs, impl: str) -> None:
     """Write units of `empty_units`."""
     checked, begins = check_runs(OP, given.runs, given.num_tokens), values_to_check(given.sources)
     if checked and begins is not None:
         _, lengths, generated = checked
-        for number, (width, unit, _), mask in given.columns():
+        for number, (width, unit, _), mask in given.fields():
             counts = np.minimum(lengths, generated) if mask else lengths
             rule, size = f"sources must keep bytes of field {number}", 4 * given.words.shape[0]
             begin = begins.numpy()[:-1, number]
@@ -162,11 +162,11 @@ def _write(out: Sequence[torch.Tensor], given: Gathered, impl: str) -> None:
         write_reference(out, given)
 
 
-def write_reference(out: Sequence[torch.Tensor], given: Gathered) -> None:
+def write_reference(out: Sequence[torch.Tensor], given: GatherInputs) -> None:
     """Define the op in plain torch: each token looks up its run, then its row."""
     words, runs, sources, num_tokens, *_ = given
     run, offset, *_ = located(num_tokens, *runs[:-1, : Run.GENERATED + 1].unbind(1))
-    for number, (width, unit, fill), mask in given.columns():
+    for units, (number, (width, unit, fill), mask) in zip(out, given.fields(), strict=True):
         row = offset - runs[run, Run.GENERATED] if mask else offset
         has_row = (runs[run, Run.SOURCE] >= 0) & (row >= 0)
         place = sources[run, number] // unit + row * width
@@ -177,19 +177,19 @@ def write_reference(out: Sequence[torch.Tensor], given: Gathered) -> None:
         if stream.shape[0] < width:  # no token has a row
             stream = stream.new_zeros(width)
         rows = taken(stream.unfold(0, width, 1), place, has_row, fill)
-        out[number][: rows.numel()].copy_(rows.view(-1))
+        units[: rows.numel()].copy_(rows.view(-1))
 
 
-def _write_on_host(out: Sequence[torch.Tensor], given: Gathered) -> None:
+def _write_on_host(out: Sequence[torch.Tensor], given: GatherInputs) -> None:
     """Copy the rows of a run at once."""
     words, runs, sources, num_tokens, *_ = given
     start, table = runs.numpy()[:, Run.START].astype(np.int64), runs.numpy()[:-1]
     lengths = np.diff(start)
     skipped = np.clip(table[:, Run.GENERATED], 0, lengths)
-    for number, (width, unit, fill), mask in given.columns():
+    for units, (number, (width, unit, fill), mask) in zip(out, given.fields(), strict=True):
         begin = start[:-1] + skipped if mask else start[:-1]
         size = np.where(table[:, Run.SOURCE] >= 0, start[1:] - begin, 0)
-        rows, stream = out[number].numpy()[: num_tokens * width], words.numpy()
+        rows, stream = units.numpy()[: num_tokens * width], words.numpy()
         stream = stream[: stream.size // 2 * 2] if unit == 8 else stream
         origin = sources.numpy()[:-1, number] // unit
         copied = copier(rows.size, begin * width, origin, size * width)
@@ -200,7 +200,7 @@ def _run(words: torch.Tensor, runs: Any, sources: Any, num_tokens: int, *options
     numbers, masks, impl = options
     layouts = layouts_of(numbers)
     out = empty_units(layouts, num_tokens, words.device)
-    _write(out, Gathered(words, runs, sources, num_tokens, layouts, masks), impl)
+    _write(out, GatherInputs(words, runs, sources, num_tokens, layouts, masks), impl)
     return [one[: num_tokens * row.width] for one, row in zip(out, layouts, strict=True)]
 
 

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trajpack.kernels.fields.gather_fields import Gathered
+from trajpack.kernels.fields.gather_fields import GatherInputs
 from trajpack.kernels.launches import cdiv, launch_on
 from trajpack.kernels.runs import RUN_WIDTH, Run
 from trajpack.kernels.search_triton import find_segment, find_segments
@@ -75,7 +75,7 @@ def gather_fields_kernel(
         tile -= tiles
 
 
-def write_rows(out: Sequence[torch.Tensor], given: Gathered) -> None:
+def write_rows(out: Sequence[torch.Tensor], given: GatherInputs) -> None:
     """Launch the kernel on outputs in whole tiles, which it writes to the end."""
     words, runs, sources, num_tokens, layouts, masks = given
     launch = launch_on("gather_fields_kernel", words.get_device())

@@ -47,7 +47,8 @@ def _load_chunk(x, counts, first, entries, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _both(low, high, count, total, other_low, other_high, other_count, other_total):
+def _join_sums(low, high, count, total, other_low, other_high, other_count, other_total):
+    """Return extremes and sums of two sets of entries. NaN shows in the total alone."""
     low, high = tl.minimum(low, other_low), tl.maximum(high, other_high)
     return low, high, count + other_count, total + other_total
 
@@ -64,7 +65,7 @@ def _of_chunk(value, numbers):
     if numbers.dtype != tl.int8:  # no mask
         weighted = weight * value
     # together, so that the warps of a program wait for each other once
-    low, high, count, total = tl.reduce((low, high, numbers.to(tl.int32), weighted), 0, _both)
+    low, high, count, total = tl.reduce((low, high, numbers.to(tl.int32), weighted), 0, _join_sums)
     count = count.to(tl.float64)
     mean = total / tl.maximum(count, 1.0)
     away = value - mean

@@ -57,11 +57,12 @@ EACH = tl.constexpr(8)
 LANE_SHIFT = tl.constexpr(3)
 """Logarithm of EACH."""
 LANES = tl.constexpr(32)
-"""Most segments of a program; lanes that fold the effects of blocks."""
+"""Most segments of a program; lanes that fold the effects of rows."""
 GROUP = tl.constexpr(16)
-"""Blocks that a lane folds one after another."""
+"""Rows that a lane folds one after another."""
 AT_ONCE = tl.constexpr(4)
-"""Blocks of a lane whose effects are loaded together. The compiler's time grows with the square."""
+"""Rows of a lane whose effects V-trace loads together; other kinds load all of a lane's. The time of
+the compiler grows with the square of the loads, and V-trace has five a row."""
 
 CARRY, CARRY_DROP, COMPACT, IGNORE, MULTIPLY, RESET = (
     tl.constexpr(number) for number in range(len(OBSERVATIONS))
@@ -640,13 +641,14 @@ def fold_effects(effects, window, count, states, FORM: tl.constexpr):
 
     ``window`` is that of the segment's last row. A lane composes ``GROUP`` rows.
     """
+    STEP: tl.constexpr = AT_ONCE if FORM[0] == VTRACE else GROUP
     lane = tl.arange(0, LANES)
     done = 0
     while done < count:
         neutral = no_effect(LANES, FORM)
         total = neutral
-        for at in range(0, GROUP, AT_ONCE):
-            for beside in tl.static_range(AT_ONCE):
+        for at in range(0, GROUP, STEP):
+            for beside in tl.static_range(STEP):
                 row = done + lane * GROUP + at + beside
                 effect = ()
                 for part in tl.static_range(len(neutral)):

@@ -375,7 +375,7 @@ class BatchTables:
 
 
 def _steps(values: Ints) -> Ints:
-    """Return each value minus the one before it, as `numpy.diff` in a tenth of its time."""
+    """Return each value minus the one before it, as `numpy.diff`, in a third of its overhead."""
     return values[1:] - values[:-1]
 
 

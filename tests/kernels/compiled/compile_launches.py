@@ -20,7 +20,7 @@ from trajpack.kernels.corrections.slots import Places
 from trajpack.kernels.credit.turns_triton import scores_forward, spread_forward
 from trajpack.kernels.fields.build import empty_memory
 from trajpack.kernels.fields.build_triton import write_fields
-from trajpack.kernels.fields.gather_fields import Gathered
+from trajpack.kernels.fields.gather_fields import GatherInputs
 from trajpack.kernels.fields.gather_fields_triton import write_rows
 from trajpack.kernels.fields.gather_words_triton import gather_words_forward
 from trajpack.kernels.fields.units import UNITS, Rows, empty_units
@@ -120,7 +120,7 @@ def launches_of_every_field(words: torch.Tensor, runs: torch.Tensor) -> Launches
     for label, (layouts, masks) in cases.items():
         sources = torch.zeros((3, len(layouts)), dtype=torch.int64, device=words.device)
         out = empty_units(layouts, 1500, words.device)
-        given = Gathered(words, runs, sources, 1500, layouts, masks)
+        given = GatherInputs(words, runs, sources, 1500, layouts, masks)
         yield label, partial(write_rows, out, given)
     unaligned = torch.zeros(13, dtype=torch.int64, device=words.device)[1:].view(3, 4)
     shifted = {"words": words[1:], "runs": words[25:49].view(3, 8), "sources": unaligned}

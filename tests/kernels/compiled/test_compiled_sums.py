@@ -100,7 +100,7 @@ def test_sums_shuffle_and_wait_within_their_bounds(compiled: Any) -> None:
     Each is made within a warp, then between warps.
     """
     for variant in compiled.variants("moments_kernel"):
-        assert 0 < variant["shuffles"] <= 152, variant
+        assert 0 < variant["shuffles"] <= 168, variant
         assert variant["barriers"] <= 24, variant
 
 

@@ -232,8 +232,8 @@ def test_kernels_agree_with_the_reference(rule: Correction) -> None:
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule.needs_segments], ids=str)
 def test_kernels_agree_where_a_tile_has_many_segments(rule: Correction) -> None:
     """More than are added at once, some with logarithms that are no number or infinite."""
-    case = Case([1, 2, 3, 1, 10] * 30)
-    bounds, num = case.cu_seqlens, 150
+    case = Case([1, 2, 3, 1, 10] * 65)
+    bounds, num = case.cu_seqlens, 325
     case.loss_mask[::2] = True
     case.logprobs[[10, 70, 500]] = torch.tensor([math.nan, math.inf, -math.inf])
     ids = torch.repeat_interleave(torch.arange(num), bounds.diff())

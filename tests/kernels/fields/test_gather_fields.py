@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from trajpack.kernels.fields.gather_fields import (
     FieldLayout,
-    Gathered,
+    GatherInputs,
     empty_rows,
     gather_fields,
     write_reference,
@@ -108,7 +108,7 @@ def test_the_reference_equals_a_loop_over_tokens_bit_for_bit(lengths):
     layouts = [rows_of(*field[:3]) for field in FIELDS]
     out = empty_units(layouts, num_tokens, words.device)
     masks = [field.generated_only for field in FIELDS]
-    write_reference(out, Gathered(words, runs, sources, num_tokens, layouts, masks))
+    write_reference(out, GatherInputs(words, runs, sources, num_tokens, layouts, masks))
     expected = by_loop(words, runs, sources, FIELDS, num_tokens)
     for units, field, rows in zip(out, FIELDS, expected, strict=True):
         assert_same_bits(as_rows(units, num_tokens, field.dtype, field.shape), rows)

@@ -61,8 +61,8 @@ LANES = tl.constexpr(32)
 GROUP = tl.constexpr(16)
 """Rows that a lane folds one after another."""
 AT_ONCE = tl.constexpr(4)
-"""Rows of a lane whose effects V-trace loads together; other kinds load all of a lane's. The time of
-the compiler grows with the square of the loads, and V-trace has five a row."""
+"""Rows of a lane whose effects V-trace loads together; other kinds load all of a lane's. The
+compiler's time grows with the square of the loads, and V-trace has five a row."""
 
 CARRY, CARRY_DROP, COMPACT, IGNORE, MULTIPLY, RESET = (
     tl.constexpr(number) for number in range(len(OBSERVATIONS))

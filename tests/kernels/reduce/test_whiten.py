@@ -98,11 +98,15 @@ def test_the_references_equal_the_formula(size: int) -> None:
         assert_close(whitened, by_numpy(x, mask, ddof, eps, center))
 
 
-@pytest.mark.parametrize("parts", [1, 4])
-def test_a_part_has_several_chunks(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whiten_triton, "CHUNK", 16)
-    x, mask = batch(7 * 16 + 3)
-    mask[32:48] = False  # a chunk without an entry that counts
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("parts", "chunk"), [(1, 16), (4, 16), (2, CHUNK)])
+def test_a_part_has_several_chunks(
+    parts: int, chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next chunk of float32 is loaded while one is summed."""
+    monkeypatch.setattr(whiten_triton, "CHUNK", chunk)
+    x, mask = batch(7 * chunk + 3, dtype=dtype)
+    mask[2 * chunk : 3 * chunk] = False  # a chunk without an entry that counts
     once = masked_moments(x, mask, impl="triton")
     monkeypatch.setattr(whiten_triton, "PARTS", parts)
     assert_close(whiten(x, mask, impl="triton"), by_numpy(x, mask))

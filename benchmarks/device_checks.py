@@ -24,15 +24,14 @@ import numpy as np
 import torch
 
 from benchmarks import machine
-from benchmarks.contest import OURS, Contender
-from benchmarks.timing import copy_of, measure, on_device_ms
-from benchmarks.workloads import EVEN_SEQUENCES, SEQUENCES, Lengths
+from benchmarks.contest import Contender
+from benchmarks.timing import cold_ms, copy_of, measure, on_device_ms
+from benchmarks.workloads import EVEN_SEQUENCES, SEQUENCES
 from tests.gpu.checks import compared, replays_call, replays_static, without_waits
 from tests.ptx.calls import RATES, SMALL, Call, Drawn, counted_calls, every_call
 from trajpack import GAE, GRPO, TurnGAE
 from trajpack.kernels import block_shapes, gae
 from trajpack.kernels.block_shapes import BlockShape
-from trajpack.testing import boundaries
 
 MIXES = ((1, 1), (1, 6))
 """Bytes read and written by a copy, in proportion: 50 and 86 % are writes."""
@@ -41,7 +40,15 @@ TINY = {"tiny": np.array([3, 1, 40])}
 CANDIDATE_S = 240
 """Seconds of a block shape at most, its wait for the others included."""
 SCANNED = "credit_scan"
-"""Row of the block shapes that `shapes` varies."""
+GAE_KNOWN = "gae, longest known"
+VARIED = {
+    SCANNED: (GAE_KNOWN, "gae", "gae, masked, longest known", "discounted_returns"),
+    "spread_kernel": ("GRPO",),
+    "whiten": ("whiten",),
+    "weigh_kernel": ("importance_weights",),
+    "loss_weights": ("loss_weights",),
+}
+"""Kernels whose block shapes `shapes` varies, and the calls that it times."""
 SANITIZER = "compute-sanitizer"
 FOUND = 86
 """Status of a process in which the sanitizer found something."""
@@ -57,6 +64,7 @@ class Setting:
         self.device = "cpu" if rehearse else "cuda"
         self.small = TINY if rehearse else SMALL
         self.full = TINY if rehearse else {one[0]: SEQUENCES[one](1.0) for one in EVEN_SEQUENCES}
+        self.shaped = TINY if rehearse else self.full | {"one sequence": np.array([2**20])}
         self.copied = 2**12 if rehearse else COPIED
 
     def calls(self) -> Iterator[tuple[str, Call]]:
@@ -109,27 +117,33 @@ def graphs(setting: Setting) -> Iterator[tuple[Row, Check]]:
         yield row, partial(replays_static, setting.drawn(), estimator)
 
 
-def candidates() -> list[BlockShape]:
-    """Return the shape of the scan of `gae`, shapes around it, and limits of its registers."""
+def candidates() -> list[tuple[str, BlockShape]]:
+    """Return the kernels whose block shape is varied, each with its own shape and those around it.
+
+    Of the kernel of `gae` also limits of its registers.
+    """
+    found = []
+    for kernel in VARIED:
+        own = block_shapes.SHAPES[kernel]
+        sizes = product(*([n, n // 2, 2 * n] for n in own[:2]))
+        found += [
+            (kernel, own._replace(block=block, threads=threads))
+            for block, threads in sizes
+            if threads >= 32 and 1 <= block // threads <= 32
+        ]
     own = block_shapes.SHAPES[SCANNED]
-    around = product(*([n, n // 2, 2 * n, 4 * n] for n in own[:2]))
-    shapes = [
-        own._replace(block=block, threads=threads)
-        for block, threads in around
-        if threads >= 32 and 1 <= block // threads <= 16
-    ]
-    return [*shapes, *(own._replace(most_registers=most) for most in (None, 96))]
+    return [*found, *((SCANNED, own._replace(most_registers=most)) for most in (None, 96))]
 
 
 def shapes(setting: Setting) -> Iterator[tuple[Row, Check]]:
-    """Time `gae` with each candidate, in a process of its own: the block is a module's constant."""
-    for shape in candidates()[: 1 if setting.rehearse else None]:
-        yield {"kernel": SCANNED} | shape._asdict(), partial(in_a_process, shape, setting)
+    """Time each candidate in a process of its own: some blocks are constants of a module."""
+    for kernel, shape in candidates()[: 1 if setting.rehearse else None]:
+        yield {"kernel": kernel} | shape._asdict(), partial(in_a_process, kernel, shape, setting)
 
 
-def in_a_process(shape: BlockShape, setting: Setting) -> Row:
+def in_a_process(kernel: str, shape: BlockShape, setting: Setting) -> Row:
     numbers = (str(number or 0) for number in shape)
-    command = [sys.executable, "-m", "benchmarks.device_checks", "shape", *numbers]
+    command = [sys.executable, "-m", "benchmarks.device_checks", "shape", kernel, *numbers]
     command += ["--rehearse"] if setting.rehearse else []
     done = subprocess.run(
         command, cwd=machine.ROOT, capture_output=True, text=True, check=False, timeout=CANDIDATE_S
@@ -140,16 +154,32 @@ def in_a_process(shape: BlockShape, setting: Setting) -> Row:
     return found
 
 
-def time_shape(shape: BlockShape, setting: Setting) -> Row:
-    """Check a shape at a small size and return its times, of both regimes, by workload."""
-    assert not any(module.endswith("scan_triton") for module in sys.modules), "has read its shape"
-    block_shapes.SHAPES[SCANNED] = shape
+def time_shape(kernel: str, shape: BlockShape, setting: Setting) -> Row:
+    """Check a shape at a small size and return the milliseconds of its calls, by workload."""
+    assert not any(module.endswith("_triton") for module in sys.modules), "has read its shape"
+    block_shapes.SHAPES[kernel] = shape
+    found: Row = {}
     with _kernels_run(setting):
         small = next(iter(setting.small.values()))
-        drawn = (Drawn(small, device) for device in ("cpu", setting.device))
-        compared(*(dict(counted_calls(given))["gae"] for given in drawn))
-        with alone():
-            return {name: regimes(lengths, setting) for name, lengths in setting.full.items()}
+        of_host, of_device = (calls_of(kernel, Drawn(small, at)) for at in ("cpu", setting.device))
+        for name, call in of_device.items():
+            compared(of_host[name], call)
+        for workload, lengths in setting.shaped.items():
+            calls = calls_of(kernel, Drawn(lengths, setting.device))
+            with alone():
+                found[workload] = {
+                    name: cold_ms(partial(call, "triton"), setting.device)
+                    for name, call in calls.items()
+                }
+    return found
+
+
+def calls_of(kernel: str, given: Drawn) -> dict[str, Call]:
+    """Return the calls by which a kernel is timed."""
+    every = dict(counted_calls(given))
+    three, longest = (given.rewards, given.values, given.cu_seqlens), given.longest
+    every[GAE_KNOWN] = lambda impl: gae(*three, **RATES, max_seqlen=longest, impl=impl)
+    return {name: every[name] for name in VARIED[kernel]}
 
 
 @contextmanager
@@ -158,21 +188,6 @@ def alone() -> Iterator[None]:
     with Path(tempfile.gettempdir(), "trajpack-measures").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def regimes(lengths: Lengths, setting: Setting) -> Row:
-    """Return the milliseconds of `gae` with and without the longest sequence, and of a copy."""
-    tokens, device = int(lengths.sum()), setting.device
-    rewards, values = torch.randn(2, tokens, device=device)
-    bounds = boundaries(lengths).to(device)
-    found = {}
-    for name, longest in (("longest known", int(lengths.max())), ("longest unknown", None)):
-        options: Row = RATES | {"max_seqlen": longest, "impl": "triton"}
-        work = partial(gae, rewards, values, bounds, **options)
-        work()  # compiles
-        found[name] = on_device_ms(measure(Contender(OURS, work, "both"), device))
-    copy, check = copy_of(8 * tokens, 8 * tokens, device)
-    return found | {"copy": on_device_ms(measure(Contender("copy", copy, "all", check), device))}
 
 
 PARTS = {"copies": copies, "kernels": kernels, "sync": sync, "graphs": graphs, "shapes": shapes}
@@ -266,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", choices=[*PARTS, "shape"])
     parser.add_argument(
-        "rest", nargs="+", help="the file; for a shape its block, threads, registers"
+        "rest", nargs="+", help="the file; for a shape its kernel, block, threads, registers"
     )
     parser.add_argument("--rehearse", action="store_true")
     parser.add_argument("--shares", type=int, default=1, help="processes among which to deal")
@@ -278,8 +293,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     setting = Setting(rehearse=asked.rehearse)
     if asked.part != "shape":
         return run_part(asked.part, Path(asked.rest[0]), setting, asked.share)
-    block, threads, most = map(int, asked.rest)
-    print(json.dumps(time_shape(BlockShape(block, threads, most or None), setting)))
+    kernel, (block, threads, most) = asked.rest[0], map(int, asked.rest[1:])
+    print(json.dumps(time_shape(kernel, BlockShape(block, threads, most or None), setting)))
     return 0
 
 

@@ -95,7 +95,7 @@ def parts(results: Path = RESULTS, *, rehearse: bool = False) -> list[Part]:
         return "--shares", str(max(1, min(count, cores)))
 
     def sanitized(tool: str) -> Part:
-        more = (*in_shares(2), "--sanitizer", tool)
+        more = (*in_shares(4), "--sanitizer", tool)
         rest = {"program": device_checks.SANITIZER, "beside": True}
         return checked(tool, *more, checks="kernels", environment=ONE_THREAD | UNCACHED, **rest)
 

@@ -141,6 +141,15 @@ def measure(contender: Contender, device: str) -> dict[str, Any]:
     }
 
 
+def cold_ms(work: Work, device: str) -> float:
+    """Return the median milliseconds of the device with a cold cache; of the host on the host."""
+    if device == "cpu":
+        return _Runs(work, None, None).median(lambda: _enqueue_and_wall(work, lambda: None)[1])
+    runs = _Runs(work, None, torch.cuda.synchronize)
+    hidden = runs.median(lambda: _enqueue_and_wall(work, torch.cuda.synchronize)[0])
+    return runs.median(lambda: _gpu(work, hidden, cold=True))
+
+
 def peak_mib(work: Work) -> float:
     """Return the most device memory that a call had at a time, its result included, in MiB."""
     torch.cuda.synchronize()
@@ -153,7 +162,7 @@ def peak_mib(work: Work) -> float:
 
 
 class _Runs:
-    """As many runs as fit `SHARE_S`, from 3 to 15, after one that is not counted."""
+    """As many runs, with their releases, as fit `SHARE_S`: 3 to 15, after one not counted."""
 
     def __init__(
         self, work: Work, release: Callable[[], None] | None, wait: Callable[[], None] | None
@@ -165,7 +174,8 @@ class _Runs:
             wait()
         self.took = time.perf_counter() - begin
         self._released()
-        self._repeats = max(3, min(MOST_RUNS, int(SHARE_S / max(self.took, 1e-9))))
+        each = time.perf_counter() - begin
+        self._repeats = max(3, min(MOST_RUNS, int(SHARE_S / max(each, 1e-9))))
 
     def several(self, run: Callable[[], Any], repeats: int | None = None) -> list[Any]:
         results = []

@@ -130,11 +130,17 @@ def lacks(part: Part) -> str:
     return ", ".join(f"{one} is not installed" for one in part.needs if find_spec(one) is None)
 
 
+def command_of(part: Part) -> str:
+    """Return the command of a part as one would give it in the repository."""
+    words = [*(f"{name}={value}" for name, value in part.environment.items()), *part.command]
+    return " ".join(words).replace(sys.executable, "python").replace(f"{machine.ROOT}/", "")
+
+
 def run(part: Part, logs: Path) -> dict[str, Any]:
     """Run a part, print and log its output, and return its record."""
     found: dict[str, Any] = {
         "part": part.name,
-        "command": " ".join([*(f"{k}={v}" for k, v in part.environment.items()), *part.command]),
+        "command": command_of(part),
         "limit_s": part.limit_s,
     }
     if lacking := lacks(part):

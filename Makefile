@@ -105,7 +105,7 @@ WORKERS ?= 4
 
 .PHONY: test
 test: $(TEST_STAMP) ## Run every test that needs no GPU
-	$(BIN)/python -m pytest -q -n $(WORKERS) --timeout 1000 -m "not gpu and not engines"
+	$(BIN)/python -m pytest -q -n $(WORKERS) --timeout 1000 -m "not gpu and not engines and not variants"
 
 .PHONY: attacks
 attacks: $(TEST_STAMP) ## Run all kills, flips, fuzzing and escapes, twenty times as many as `make test`
@@ -113,7 +113,7 @@ attacks: $(TEST_STAMP) ## Run all kills, flips, fuzzing and escapes, twenty time
 
 .PHONY: variants
 variants: $(TEST_STAMP) ## Compile every variant of the kernels for every target, of the scans with every Triton; half an hour
-	$(BIN)/python -m pytest -q --timeout 14400 --full tests/kernels/compiled
+	$(BIN)/python -m pytest -q --timeout 14400 --full tests/kernels/compiled tests/ptx/test_versions.py
 
 # a server pins versions of its own, so it lives in an environment of its own
 VLLM := $(VENV)/engines/vllm

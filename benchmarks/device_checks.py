@@ -120,16 +120,17 @@ def graphs(setting: Setting) -> Iterator[tuple[Row, Check]]:
 def candidates() -> list[tuple[str, BlockShape]]:
     """Return the kernels whose block shape is varied, each with its own shape and those around it.
 
-    Of the kernel of `gae` also limits of its registers.
+    Of the kernel of `gae`, whose block has 32 lanes at most, also limits of its registers.
     """
     found = []
     for kernel in VARIED:
         own = block_shapes.SHAPES[kernel]
+        most = own.block if kernel == SCANNED else 2 * own.block
         sizes = product(*([n, n // 2, 2 * n] for n in own[:2]))
         found += [
             (kernel, own._replace(block=block, threads=threads))
             for block, threads in sizes
-            if threads >= 32 and 1 <= block // threads <= 32
+            if threads >= 32 and threads <= block <= min(most, 32 * threads)
         ]
     own = block_shapes.SHAPES[SCANNED]
     return [*found, *((SCANNED, own._replace(most_registers=most)) for most in (None, 96))]

@@ -50,7 +50,7 @@ SHAPES = {
     # by side. The block fixes the order of the sums, so it is the same on every architecture. With
     # the limit an SM holds 16 warps, not 12: up to 17 % faster on an H200. With 96 it spills.
     "credit_scan": BlockShape(256, 32, most_registers=128),
-    # V-trace, KL penalties, rates by segment, some observations of masks. Without the limit ptxas
+    # V-trace, KL penalties, rates by segment, some observations. Without the limit ptxas
     # aims at 168 registers, and spills.
     "wide_scan": BlockShape(256, 32, most_registers=255),
     "scores_kernel": BlockShape(128, 128),  # one trajectory a thread, of a few turns

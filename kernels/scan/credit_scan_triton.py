@@ -58,6 +58,8 @@ LANE_SHIFT = tl.constexpr(3)
 """Logarithm of EACH."""
 LANES = tl.constexpr(32)
 """Most segments of a program; lanes that fold the effects of rows."""
+FILLED = tl.constexpr(4)
+"""Blocks of a program that fills with 0."""
 GROUP = tl.constexpr(16)
 """Rows that a lane folds one after another."""
 AT_ONCE = tl.constexpr(4)
@@ -213,31 +215,44 @@ def kl_penalty(kl, limits, at, generated, ESTIMATOR: tl.constexpr):
 
 
 @triton.jit
-def read_chunk(chunks, position, exists, range_of_chunks, own_last, clip):
+def read_chunks(chunks, position, exists, owners, clip):
     """Return token, first generated token of its chunk, and reward at each position.
 
     A chunk's reward is on its last generated token, with the rewards of the chunks behind it that
     generated nothing.
     """
     cu_positions, addresses, stride, spans, rewards, _by_turn, _truncated = chunks
-    first, last = range_of_chunks
-    chunk = find_segments(cu_positions, first, last, position, 1)
-    begins = tl.load(cu_positions + chunk, mask=exists, other=0)
-    at = tl.load(addresses + chunk * stride, mask=exists, other=0) + position - begins
-    begin = tl.load(spans + chunk * 2, mask=exists, other=0)
-    end = tl.load(spans + chunk * 2 + 1, mask=exists, other=0)
-    ends_turn = exists & (at >= begin) & (at == end - 1)
-    reward = clip_symmetric(tl.load(rewards + chunk, mask=ends_turn, other=0.0), clip)
-    chunk += 1
-    open_ended = ends_turn & (chunk <= own_last)
-    while tl.max(open_ended.to(tl.int32), 0) > 0:
-        next_begin = tl.load(spans + chunk * 2, mask=open_ended, other=0)
-        next_end = tl.load(spans + chunk * 2 + 1, mask=open_ended, other=1)
-        open_ended &= next_begin == next_end
-        more = tl.load(rewards + chunk, mask=open_ended, other=0.0)
-        reward += clip_symmetric(more, clip)
+    first, last, own_last, has_one_each, start = owners
+    BLOCK: tl.constexpr = position.shape[0]
+    if has_one_each:  # a number of a lane's chunk is one of its segment
+        moved = tl.load(addresses + own_last * stride) - tl.load(cu_positions + own_last)
+        at = position + at_entries(moved, start, BLOCK)
+        begin = at_entries(tl.load(spans + own_last * 2), start, BLOCK)
+        end = at_entries(tl.load(spans + own_last * 2 + 1), start, BLOCK)
+        reward = tl.zeros(position.shape, tl.float64)
+        ends_turn = exists & (at >= begin) & (at == end - 1)
+        if tl.max(ends_turn.to(tl.int32), 0) > 0:
+            own = clip_symmetric(tl.load(rewards + own_last), clip)
+            reward = tl.where(ends_turn, at_entries(own, start, BLOCK), 0.0)
+    else:
+        last_own = at_entries(own_last, start, BLOCK)
+        chunk = find_segments(cu_positions, first, last, position, 1)
+        begins = tl.load(cu_positions + chunk, mask=exists, other=0)
+        at = tl.load(addresses + chunk * stride, mask=exists, other=0) + position - begins
+        begin = tl.load(spans + chunk * 2, mask=exists, other=0)
+        end = tl.load(spans + chunk * 2 + 1, mask=exists, other=0)
+        ends_turn = exists & (at >= begin) & (at == end - 1)
+        reward = clip_symmetric(tl.load(rewards + chunk, mask=ends_turn, other=0.0), clip)
         chunk += 1
-        open_ended &= chunk <= own_last
+        open_ended = ends_turn & (chunk <= last_own)
+        while tl.max(open_ended.to(tl.int32), 0) > 0:
+            next_begin = tl.load(spans + chunk * 2, mask=open_ended, other=0)
+            next_end = tl.load(spans + chunk * 2 + 1, mask=open_ended, other=1)
+            open_ended &= next_begin == next_end
+            more = tl.load(rewards + chunk, mask=open_ended, other=0.0)
+            reward += clip_symmetric(more, clip)
+            chunk += 1
+            open_ended &= chunk <= last_own
     return at, begin, reward
 
 
@@ -263,7 +278,7 @@ def read_entries(inputs, entries, loaded, FORM: tl.constexpr):
     """
     _rewards, values, loss_mask, chunks, kl, _ratios = inputs[0]
     limits = inputs[2]
-    position, exists, _is_last, range_of_chunks, own_last, _gamma, _lam = entries
+    position, exists, _is_last, owners, _gamma, _lam = entries
     if chunks is None:
         at = position
         generated = exists
@@ -274,9 +289,7 @@ def read_entries(inputs, entries, loaded, FORM: tl.constexpr):
         if values is not None:
             value = loaded[1]
     else:
-        at, begin, reward = read_chunk(
-            chunks, position, exists, range_of_chunks, own_last, limits[2]
-        )
+        at, begin, reward = read_chunks(chunks, position, exists, owners, limits[2])
         generated = exists & (at >= begin)
         if kl is not None:
             reward -= kl_penalty(kl, limits, at, generated, FORM[2])
@@ -336,7 +349,7 @@ def steps_of_vtrace(inputs, outputs, entries, lanes, state, steps, FORM: tl.cons
     ``outputs``.
     """
     at, generated, reward, value = steps
-    gamma, lam = entries[5], entries[6]
+    gamma, lam = entries[4], entries[5]
     limits = inputs[2]
     place, rate = lanes
     nothing = tl.zeros_like(reward)
@@ -376,7 +389,7 @@ def scan_entries(inputs, outputs, entries, loaded, lanes, states, FORM: tl.const
     rows = reward, value
     reward, value = widen(rows, generated, inputs[0][1], 1.0, FORM)
     steps = at, generated, reward, value
-    _position, exists, is_last, _range_of_chunks, _own_last, gamma, lam = entries
+    _position, exists, is_last, _owners, gamma, lam = entries
     place, rate = lanes
     nothing = tl.zeros_like(reward)
     one = tl.full(reward.shape, 1, tl.int32)
@@ -451,15 +464,17 @@ def span_of(chunks, cu_seqlens, segment):
 def hold_segments(inputs, number, past, BLOCK: tl.constexpr):
     """Return what `lay_out` takes of the ``LANES`` segments from ``number`` on: ``[LANES]`` each.
 
-    These are first and past-last position, last chunk, and how many lanes a segment takes alone
-    and with those before it. Segments from ``past`` on have no entries.
+    These are first and past-last position, number of chunks, last chunk, and how many lanes a
+    segment takes alone and with those before it. Segments from ``past`` on have no entries.
     """
     segment = number + tl.arange(0, LANES)
     is_given = segment < past
-    begin, end, _, past_chunk = span_of(inputs[0][3], inputs[1][0], tl.minimum(segment, past - 1))
+    given = tl.minimum(segment, past - 1)
+    begin, end, first_chunk, past_chunk = span_of(inputs[0][3], inputs[1][0], given)
     end = tl.where(is_given, end, begin)
     taken = tl.minimum(tl.cdiv(end - begin, EACH), BLOCK // EACH + 1)
-    return begin, end, tl.maximum(past_chunk - 1, 0), taken, tl.cumsum(taken, 0)
+    last_chunk = tl.maximum(past_chunk - 1, 0)
+    return begin, end, past_chunk - first_chunk, last_chunk, taken, tl.cumsum(taken, 0)
 
 
 @triton.jit
@@ -491,7 +506,7 @@ def lay_out(inputs, held, first, number, past, BLOCK: tl.constexpr):
     """
     WIDTH: tl.constexpr = BLOCK // EACH
     chunks, cu_seqlens = inputs[0][3], inputs[1][0]
-    begin, end, own_last, taken, behind = held
+    begin, end, num_chunks, own_last, taken, behind = held
     lane = tl.arange(0, WIDTH)
     place = lane
     owner = tl.full((WIDTH,), 0, tl.int32) + (number - first)
@@ -515,15 +530,15 @@ def lay_out(inputs, held, first, number, past, BLOCK: tl.constexpr):
     gamma, lam, tail = rates_of(inputs, tl.minimum(first + owner, past - 1), own_last)
     rate = gamma * lam + tl.zeros_like(tail)
     top = end - 1 - place * EACH
-    range_of_chunks = 0, 0
+    owners = ()
     if chunks is not None:
         first_chunk = tl.load(cu_seqlens + number)
         after = tl.load(cu_seqlens + tl.minimum(number + count, past))
-        range_of_chunks = first_chunk, tl.maximum(after - 1, first_chunk)
-        own_last = at_entries(own_last, 0, BLOCK)
+        has_one_each = tl.max(tl.where(owned, tl.gather(num_chunks, owner, 0), 0), 0) == 1
+        owners = first_chunk, tl.maximum(after - 1, first_chunk), own_last, has_one_each
     top = at_entries(top, 0, BLOCK) - (tl.arange(0, BLOCK) & (EACH - 1))
     begin, end = at_entries(begin, 0, BLOCK), at_entries(end, 0, BLOCK)
-    return (top, begin, end, range_of_chunks, own_last, gamma, lam), (place, rate), tail, count
+    return (top, begin, end, owners, gamma, lam), (place, rate), tail, count
 
 
 @triton.jit
@@ -539,7 +554,8 @@ def at_entries(lanes, start, BLOCK: tl.constexpr):
 @triton.jit
 def entries_of(inputs, laid, start, FORM: tl.constexpr):
     """Return what `scan_entries` takes, ``start`` entries before the tops."""
-    top, begin, end, range_of_chunks, own_last, gamma, lam = laid
+    top, begin, end, owners, gamma, lam = laid
+    owners = owners + (start,)
     if inputs[1][1] is not None:
         gamma = at_entries(gamma, start, top.shape[0])
     if inputs[1][2] is not None:
@@ -548,7 +564,7 @@ def entries_of(inputs, laid, start, FORM: tl.constexpr):
     is_last = position == end - 1
     if FORM[0] == ADJOINT:  # mirrored: a sequence's last token comes first
         is_last = position == begin
-    return position, position >= begin, is_last, range_of_chunks, own_last, gamma, lam
+    return position, position >= begin, is_last, owners, gamma, lam
 
 
 @triton.jit
@@ -717,12 +733,27 @@ def longest_first(inputs, program, num_segments, BLOCK: tl.constexpr):
     stride = tl.cdiv(num_segments, LANES)
     lane = tl.arange(0, LANES)
     first = program % stride * LANES
-    begin, end, _, _, _ = hold_segments(inputs, first, num_segments, BLOCK)
+    begin, end, _, _, _, _ = hold_segments(inputs, first, num_segments, BLOCK)
     key = tl.minimum(end - begin, 1 << 25) * LANES + LANES - lane
     place = tl.zeros_like(lane)
     for other in tl.static_range(LANES):
         place += (tl.gather(key, tl.full((LANES,), other, tl.int32), 0) > key).to(tl.int32)
     return first + tl.sum(tl.where(place == program // stride, lane, 0), 0)
+
+
+@triton.jit
+def fill_rest(outputs, turn_ids, program, num_tokens, BLOCK: tl.constexpr):
+    """Write 0 to ``FILLED`` blocks of tokens, where no turn generated one and no chunk writes."""
+    # descending as those of the scan: otherwise the compiler would change the scan's layout
+    last = (program + 1) * FILLED * BLOCK - 1 - tl.arange(0, BLOCK)
+    turns = ()
+    for part in tl.static_range(FILLED):
+        at = last - part * BLOCK
+        turns = turns + (tl.load(turn_ids + at, mask=at < num_tokens, other=0),)
+    for part in tl.static_range(FILLED):
+        for output in tl.static_range(2):
+            to = outputs[output] + (last - part * BLOCK)
+            tl.store(to, tl.zeros((BLOCK,), tl.float32), mask=turns[part] < 0)
 
 
 @triton.jit(do_not_specialize=["num_segments", "share", "num_chunks", "num_windows", "num_tokens"])
@@ -769,13 +800,8 @@ def scan_kernel(
                 number += scan_side_by_side(
                     inputs, outputs, effects, held, (first, number, past), reach, FORM, SIZES
                 )
-    elif fill_ids is not None:  # 0 for the tokens that no turn generated, which no chunk writes
-        tile = program - walks - num_windows
-        # descending as those of the scan: otherwise the compiler would change the scan's layout
-        at = tile * BLOCK + BLOCK - 1 - tl.arange(0, BLOCK)
-        rest = tl.load(fill_ids + at, mask=at < num_tokens, other=0) < 0
-        tl.store(outputs[0] + at, tl.zeros((BLOCK,), tl.float32), mask=rest)
-        tl.store(outputs[1] + at, tl.zeros((BLOCK,), tl.float32), mask=rest)
+    elif fill_ids is not None:
+        fill_rest(outputs, fill_ids, program - walks - num_windows, num_tokens, BLOCK)
 
 
 def credit_scan_forward(scan: Scan) -> tuple[torch.Tensor, torch.Tensor]:
@@ -807,7 +833,7 @@ def launch(scan: Scan, outputs: tuple[torch.Tensor, ...]) -> None:
     if share == 1:
         walks = cdiv(walks, LANES.value) * LANES.value
     fill_ids = None if scan.by_turn else scan.turn_ids
-    tiles = 0 if fill_ids is None else cdiv(num_tokens, BLOCK)
+    tiles = 0 if fill_ids is None else cdiv(num_tokens, FILLED.value * BLOCK)
     launch_kernel(
         scan_kernel, walks + windows + tiles, outputs=outputs, effects=effects, fill_ids=fill_ids,
         share=share, num_windows=windows, num_tokens=num_tokens, **arguments,
@@ -832,6 +858,7 @@ def _prepared(scan: Scan) -> tuple[Launch, dict[str, Any]]:
     # what takes so many registers that the limit of the others would make it spill
     is_wide = any(one is not None for one in (scan.gammas, scan.lams, ratios, kl))
     is_wide |= mask is not None and observation in ("compact", "reset")
+    is_wide |= chunks is not None and observation in ("compact", "ignore", "multiply")
     shape = "wide_scan" if is_wide else "credit_scan"
     estimator = 0 if scan.estimator is None else KL_ESTIMATORS.index(scan.estimator) + 1
     return launch_on(shape, scan.cu_seqlens.get_device()), {

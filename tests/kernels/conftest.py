@@ -30,11 +30,15 @@ BUILDS = [(INSTALLED, target) for target in TARGETS]
 BUILDS += [(version, "90") for version in VERSIONS if version != INSTALLED]
 """Versions and targets of all tests of compiled code. The installed version compiles every variant
 for sm_90, with ``--full`` for every target. Other builds hold the demanding variants."""
+USUAL = [(INSTALLED, "90"), (INSTALLED, "gfx942"), (OTHERS[0], "90")]
+"""Builds of `make test`; `make variants` has all."""
+CHOSEN = [one if one in USUAL else pytest.param(one, marks=pytest.mark.variants) for one in BUILDS]
 
 
 def builds(*targets: str) -> pytest.MarkDecorator:
     """Run a test once for each build for one of these targets."""
-    chosen = [build for build in BUILDS if build[1] in targets]
+    pairs = zip(BUILDS, CHOSEN, strict=True)
+    chosen = [one for build, one in pairs if build[1] in targets]
     return pytest.mark.parametrize("compiled", chosen, indirect=True, ids="-".join)
 
 
@@ -79,7 +83,7 @@ class CompiledKernels:
         return found
 
 
-@pytest.fixture(scope="session", params=BUILDS, ids="-".join)
+@pytest.fixture(scope="session", params=CHOSEN, ids="-".join)
 def compiled(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> CompiledKernels:

@@ -145,6 +145,28 @@ def test_the_reward_of_a_turn_without_generated_tokens_counts_once(
         assert_rounds(rows, numbers)
 
 
+@pytest.mark.parametrize("longest", [4, 150])
+@pytest.mark.parametrize("observation", OBSERVATIONS)
+def test_segments_of_a_chunk_each_have_the_bits_they_have_beside_one_of_two(
+    observation: str, longest: int, impl: str
+) -> None:
+    """A block in which all segments have one chunk reads a number of a chunk once a lane."""
+    ones = [["..gg"], ["g"], [".."], [""], [".g"], ["g" * longest], ["." * 2 + "g" * (longest - 2)]]
+    case = case_of([*ones, ["g", ".g"]])
+    with small_blocks(64):
+        scan = case.scan._replace(observation=observation, max_seqlen=longest)
+        beside = credit_scan(scan, "gae", impl)
+        rows = {"cu_seqlens": 1, "gammas": 1, "lams": 1, "bootstrap": 1}
+        rows |= {"cu_positions": 2, "begins": 2, "spans": 2, "turn_rewards": 2}
+        fewer = {name: getattr(scan, name)[:-last] for name, last in rows.items()}
+        alone = credit_scan(scan._replace(**fewer), "gae", impl)
+    exact = expected_of(case, lambda _, walk: gae_by_loop(walk, observation))
+    of_ones = [token for turns in case.places[:-1] for turn in turns for token in turn]
+    for one, other, numbers in zip(alone, beside, exact, strict=True):
+        assert_same_bits(one[of_ones], other[of_ones])
+        assert_rounds(other, numbers)
+
+
 @pytest.mark.parametrize("observation", OBSERVATIONS)
 def test_vtrace_equals_the_loop(observation: str, impl: str) -> None:
     case = case_of()

@@ -41,3 +41,8 @@ TILE = 1024
 
 MAX_TOKENS = 2**31 - TILE
 """Tokens of a batch at most: the kernel counts them in whole tiles, in int32."""
+
+
+def in_tiles(count: int) -> int:
+    """Return ``count`` rounded up to whole tiles."""
+    return -(-count // TILE) * TILE

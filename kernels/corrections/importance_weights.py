@@ -16,7 +16,7 @@ from trajpack.kernels.corrections.slots import (
     sum_logarithms,
 )
 from trajpack.kernels.dispatch import Impl, call_op, register_op, resolve_impl
-from trajpack.kernels.reduce.segment_reduce import check_segments, owners_of_entries
+from trajpack.kernels.reduce.segment_reduce import INTEGERS, check_segments, owners_of_entries
 from trajpack.kernels.validation import (
     check_choice,
     check_number,
@@ -282,14 +282,12 @@ def importance_weights(
     if correction.needs_segments:
         if segments is None:
             raise ValueError(f"{OP}: a level of segments needs segments, got {correction!r}")
-        device, tokens = loss_mask.device, loss_mask.shape[0]
-        check_segments(OP, segments, device)
+        tokens = loss_mask.shape[0]
+        check_segments(OP, segments, loss_mask.device)
         num_segments = segments.shape[0] - int(segments.ndim == 1)
         if segment_ids is not None:
-            integers = (torch.int32, torch.int64)
-            check_tensor(
-                OP, "segment_ids", segment_ids, dtypes=integers, device=device, entries=tokens
-            )
+            each: dict[str, Any] = {"device": loss_mask.device, "entries": tokens}
+            check_tensor(OP, "segment_ids", segment_ids, dtypes=INTEGERS, **each)
         elif segments.ndim == 2:
             check_segments_within(OP, "segments", segments, tokens)
             owner, inside = owners_of_entries(segments, tokens)
@@ -432,13 +430,9 @@ def check_weighed(
     if not isinstance(correction, Correction):
         raise TypeError(f"{OP}: correction must be a Correction, got {correction!r}")
     check_tensor(OP, "logprobs", logprobs, dtypes=DTYPES)
-    device, tokens = logprobs.device, logprobs.shape[0]
-    others = {
-        "rollout_logprobs": (rollout_logprobs, DTYPES),
-        "loss_mask": (loss_mask, (torch.bool,)),
-    }
-    for name, (tensor, dtypes) in others.items():
-        check_tensor(OP, name, tensor, dtypes=dtypes, device=device, entries=tokens)
+    each: dict[str, Any] = {"device": logprobs.device, "entries": logprobs.shape[0]}
+    check_tensor(OP, "rollout_logprobs", rollout_logprobs, dtypes=DTYPES, **each)
+    check_tensor(OP, "loss_mask", loss_mask, dtypes=(torch.bool,), **each)
 
 
 def _run(
@@ -452,13 +446,12 @@ def _run(
     places = Places(*tables, *sizes) if correction.needs_segments else None
     if tables[0] is not None:
         check_segments_within(OP, "segments", tables[0], tokens[0].shape[0])
+    inputs: list[Any] = [*tokens, correction, places]
     if impl == "torch":
-        run = importance_weights_reference
-    else:
-        from trajpack.kernels.corrections import importance_weights_triton
+        return importance_weights_reference(*inputs)
+    from trajpack.kernels.corrections.importance_weights_triton import importance_weights_forward
 
-        run = importance_weights_triton.importance_weights_forward
-    return run(tokens[0], tokens[1], tokens[2], correction, places)
+    return importance_weights_forward(*inputs)
 
 
 register_op(

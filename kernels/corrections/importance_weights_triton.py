@@ -11,14 +11,12 @@ polynomial in float32, within 2e-7. Sums over tokens are float64.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
 from trajpack.kernels.block_shapes import DEFAULT, block_shape
-from trajpack.kernels.corrections.importance_weights import OF_SEGMENTS
+from trajpack.kernels.corrections.importance_weights import OF_SEGMENTS, Correction
 from trajpack.kernels.corrections.slots import LOG_BOUND, UNIT, Places
 from trajpack.kernels.corrections.slots_triton import (
     ABOVE,
@@ -34,9 +32,6 @@ from trajpack.kernels.corrections.slots_triton import (
 )
 from trajpack.kernels.launches import cdiv, launch_on
 from trajpack.kernels.reduce.whiten_triton import aligned
-
-if TYPE_CHECKING:
-    from trajpack.kernels.corrections.importance_weights import Correction
 
 EACH = 4
 """Neighbouring tokens of a thread in a tile: one store of 16 bytes."""

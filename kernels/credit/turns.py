@@ -90,15 +90,14 @@ def spread(
 
 
 def _run_scores(*inputs: Any) -> tuple[torch.Tensor, ...]:
-    turn_rewards, turn_truncated, cu_generated, cu_turns, group_ids, given, clip, masks, impl = (
-        inputs
-    )
+    *tables, given, clip, masks, impl = inputs
+    turn_rewards, turn_truncated, cu_generated, cu_turns, group_ids = tables
     num_turns = turn_rewards.shape[0]
     check_boundaries("scores_of_trajectories", cu_turns, num_turns, name="cu_turns", end="turns")
     if impl == "triton":
         from trajpack.kernels.credit.turns_triton import scores_forward
 
-        return scores_forward(*inputs[:5], given=given, clip=clip, masks=masks)
+        return scores_forward(*tables, given=given, clip=clip, masks=masks)
     scores = given
     if scores is None:
         scores = segment_reduce_torch(turn_rewards, cu_turns, None, "sum")

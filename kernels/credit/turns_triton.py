@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from trajpack.kernels.launches import cdiv, launch_on
-from trajpack.kernels.runs import RUN_WIDTH, TILE, Run
+from trajpack.kernels.runs import RUN_WIDTH, Run, in_tiles
 from trajpack.kernels.search_triton import find_segment, find_segments
 
 ROW = tl.constexpr(RUN_WIDTH)
@@ -128,8 +128,7 @@ def spread_forward(
     ``rows`` are values, steps, index and others of `trajpack.kernels.credit.turns.spread`.
     """
     values, steps, index, others = rows
-    size = cdiv(num_tokens, TILE) * TILE
-    memory = torch.empty(size, dtype=torch.float32, device=runs.device)
+    memory = torch.empty(in_tiles(num_tokens), dtype=torch.float32, device=runs.device)
     second = torch.empty_like(memory) if others is not None else memory.new_empty(0)
     launch = launch_on("spread_kernel", runs.get_device())
     launch(

@@ -81,8 +81,6 @@ def vtrace(  # noqa: PLR0913 - a convention is an argument
     Reference:
         Espeholt et al., IMPALA, arXiv 1802.01561, section 4.1.
     """
-    if isinstance(rewards, torch.Tensor) and rewards.requires_grad and torch.is_grad_enabled():
-        raise ValueError("vtrace: no gradient flows to rewards; pass rewards.detach()")
     clips = {"rho_clip": rho_clip, "c_clip": c_clip, "advantage_rho_clip": advantage_rho_clip}
     for name, clip in clips.items():
         check_number("vtrace", name, clip, above=0)

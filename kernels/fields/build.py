@@ -12,7 +12,7 @@ import torch
 
 from trajpack.kernels.dispatch import Impl, call_op, register_op, resolve_impl
 from trajpack.kernels.fields.stretches import Array, Ints, copier, count_up
-from trajpack.kernels.runs import MAX_TOKENS, RUN_WIDTH, TILE, Run
+from trajpack.kernels.runs import MAX_TOKENS, RUN_WIDTH, Run, in_tiles
 from trajpack.kernels.validation import (
     check_boundaries,
     check_integer,
@@ -79,10 +79,6 @@ TOKEN_OFFSETS: dict[str, int] = {}
 """Bytes of a token in the memory of `empty_memory` in front of each field."""
 for _name in sorted(FIELD_DTYPES, key=lambda name: -FIELD_DTYPES[name].itemsize):
     TOKEN_OFFSETS[_name] = sum(FIELD_DTYPES[before].itemsize for before in TOKEN_OFFSETS)
-NUMPY_DTYPES = {
-    dtype: torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
-    for dtype in FIELD_DTYPES.values()
-}
 
 
 def build(
@@ -123,15 +119,8 @@ def build(
     check_tensor(OP, "turn_returns", turn_returns, dtypes=(torch.float32,), device=words.device)
     check_integer(OP, "num_tokens", num_tokens, most=MAX_TOKENS)
     chosen = resolve_impl(OP, impl, words)
-    memory = call_op(
-        "build",
-        words.contiguous(),
-        runs.contiguous(),
-        turn_returns.contiguous(),
-        num_tokens,
-        chosen,
-    )
-    return fields_of(memory, num_tokens)
+    inputs = (one.contiguous() for one in (words, runs, turn_returns))
+    return fields_of(call_op("build", *inputs, num_tokens, chosen), num_tokens)
 
 
 def check_run_table(op: str, runs: torch.Tensor, device: torch.device) -> None:
@@ -175,7 +164,7 @@ def empty_memory(num_tokens: int, device: torch.device) -> torch.Tensor:
 
     Fields of wider dtypes come first; fields of the same width are in the order of `FIELD_DTYPES`.
     """
-    size = _tiles(num_tokens) * TILE * TOKEN_BYTES // 8
+    size = in_tiles(num_tokens) * TOKEN_BYTES // 8
     if size and device.type == "cpu":  # numpy allocates large arrays in huge pages
         return torch.from_numpy(np.empty(size, np.int64))
     return torch.empty(size, dtype=torch.int64, device=device)
@@ -184,7 +173,7 @@ def empty_memory(num_tokens: int, device: torch.device) -> torch.Tensor:
 def field_of(memory: torch.Tensor, num_tokens: int, name: str) -> torch.Tensor:
     """Return a field in memory of `empty_memory`, a tensor with a version counter of its own."""
     dtype = FIELD_DTYPES[name]
-    begin = TOKEN_OFFSETS[name] // dtype.itemsize * _tiles(num_tokens) * TILE
+    begin = TOKEN_OFFSETS[name] // dtype.itemsize * in_tiles(num_tokens)
     # `data`: with a shared counter, autograd takes a write to one field for a write to all
     return memory.view(dtype)[begin : begin + num_tokens].data
 
@@ -192,10 +181,6 @@ def field_of(memory: torch.Tensor, num_tokens: int, name: str) -> torch.Tensor:
 def fields_of(memory: torch.Tensor, num_tokens: int) -> TokenFields:
     """Return all fields in memory of `empty_memory`."""
     return TokenFields(*(field_of(memory, num_tokens, name) for name in FIELD_DTYPES))
-
-
-def _tiles(num_tokens: int) -> int:
-    return -(-num_tokens // TILE)
 
 
 class HostMemory:
@@ -211,7 +196,7 @@ class HostMemory:
 
     def fields(self, num_tokens: int) -> TokenFields:
         """Return uninitialised fields, each over memory of its own."""
-        size = _tiles(num_tokens) * TILE
+        size = in_tiles(num_tokens)
         arrays = (self._array(name, size) for name in FIELD_DTYPES)
         return TokenFields(*(torch.from_numpy(array)[:num_tokens] for array in arrays))
 
@@ -222,7 +207,8 @@ class HostMemory:
         if fitting:
             chosen = arrays[min(fitting, key=lambda i: arrays[i].size)]
         else:
-            chosen = np.empty(int(size * SLACK), NUMPY_DTYPES[FIELD_DTYPES[name]])
+            dtype = str(FIELD_DTYPES[name]).removeprefix("torch.")  # numpy's name of it too
+            chosen = np.empty(int(size * SLACK), dtype)
         # one more unused array is kept; further ones are freed
         spared = [arrays[i] for i in free if arrays[i] is not chosen][:1]
         held = [arrays[i] for i in range(len(arrays)) if i not in free]
@@ -372,7 +358,7 @@ def _run(
 
 
 def _fake(words: torch.Tensor, runs: Any, turn_returns: Any, num_tokens: int, impl: str) -> Any:
-    return words.new_empty(_tiles(num_tokens) * TILE * TOKEN_BYTES // 8, dtype=torch.int64)
+    return words.new_empty(in_tiles(num_tokens) * TOKEN_BYTES // 8, dtype=torch.int64)
 
 
 register_op(

@@ -13,7 +13,7 @@ from trajpack.kernels.dispatch import Impl, call_op, register_op, resolve_impl
 from trajpack.kernels.fields.build import check_run_table, check_runs, check_stretches
 from trajpack.kernels.fields.stretches import copier, located, taken
 from trajpack.kernels.fields.units import UNITS, Rows, as_rows, empty_units, layouts_of, rows_of
-from trajpack.kernels.runs import MAX_TOKENS, TILE, Run
+from trajpack.kernels.runs import MAX_TOKENS, TILE, Run, in_tiles
 from trajpack.kernels.validation import check_integer, check_tensor, values_to_check
 
 OP = "gather_fields"
@@ -133,13 +133,13 @@ def _as_rows(
 def _whole_units(rows: torch.Tensor, layout: Rows, num_tokens: int) -> torch.Tensor:
     """Return rows that the caller gave as units; raise unless they are in whole tiles."""
     room = rows.untyped_storage().nbytes() // layout.unit
-    tiles = -(-num_tokens * layout.width // TILE)
-    if rows.storage_offset() or room < tiles * TILE or not rows.is_contiguous():
+    size = in_tiles(num_tokens * layout.width)
+    if rows.storage_offset() or room < size or not rows.is_contiguous():
         raise ValueError(
             f"{OP}: rows must be in whole tiles of {TILE} units, as empty_rows makes them, "
             f"got shape {list(rows.shape)} with room for {room} units of {layout.unit} bytes"
         )
-    return rows.view(-1).view(UNITS[layout.unit]).as_strided((tiles * TILE,), (1,))
+    return rows.view(-1).view(UNITS[layout.unit]).as_strided((size,), (1,))
 
 
 def _write(out: Sequence[torch.Tensor], given: GatherInputs, impl: str) -> None:

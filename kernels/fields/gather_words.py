@@ -96,9 +96,7 @@ def gather_words(tensors: Sequence[torch.Tensor], impl: Impl = "auto") -> torch.
     """
     tensors = list(tensors)
     table = piece_table(tensors)
-    if not tensors:
-        return torch.empty(0, dtype=torch.int32, device="cpu")
-    if resolve_impl(OP, impl, tensors[0]) == "torch":
+    if not tensors or resolve_impl(OP, impl, tensors[0]) == "torch":
         return gather_words_reference(tensors)
     num_words = int(table[-1, Piece.START])
     device = tensors[0].device

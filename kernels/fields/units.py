@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from trajpack.kernels.runs import TILE
+from trajpack.kernels.runs import in_tiles
 
 UNITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Dtype that moves a unit, by the unit's bytes."""
@@ -44,10 +44,9 @@ def empty_units(
     layouts: Sequence[Rows], num_tokens: int, device: torch.device
 ) -> list[torch.Tensor]:
     """Return uninitialised units of all rows of each layout, and more to the end of a tile."""
-    tiles = (-(-num_tokens * layout.width // TILE) for layout in layouts)
     return [
-        torch.empty(count * TILE, dtype=UNITS[layout.unit], device=device)
-        for count, layout in zip(tiles, layouts, strict=True)
+        torch.empty(in_tiles(num_tokens * width), dtype=UNITS[unit], device=device)
+        for width, unit, _ in layouts
     ]
 
 

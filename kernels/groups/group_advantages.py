@@ -240,9 +240,7 @@ def advantages_of(
         "group_advantages",
         *(None if one is None else one.contiguous() for one in (scores, groups, order)),
         members.num_groups,
-        *rule[:3],
-        float(rule.eps),
-        rule.singleton,
+        *rule._replace(eps=float(rule.eps)),
         *(None if one is None else one.contiguous() for one in (lengths, valid, shares)),
         members.longest,
     )
@@ -400,8 +398,7 @@ def _run_order(
     order: torch.Tensor, cu_groups: torch.Tensor, states: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     check_indices("order_by_state", "order", order, states.shape[0])
-    size = states.shape[0]
-    check_boundaries("order_by_state", cu_groups, size, name="cu_groups", end="members")
+    check_boundaries("order_by_state", cu_groups, states.shape[0], name="cu_groups", end="members")
     from trajpack.kernels.groups.group_advantages_triton import order_forward
 
     return order_forward(order, cu_groups, states)

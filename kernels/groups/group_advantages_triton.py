@@ -16,17 +16,13 @@ except for the lowest and the highest score, whose part may be nearly all of it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
+from trajpack.kernels.groups.group_advantages import Rule
 from trajpack.kernels.launches import cdiv, launch_on
 from trajpack.kernels.search_triton import find_segment, find_segments
-
-if TYPE_CHECKING:
-    from trajpack.kernels.groups.group_advantages import Rule
 
 LONG = 512
 """Members from which on a group is a larger program's."""

@@ -263,10 +263,8 @@ def _run_gradients(*arguments: Any) -> tuple[torch.Tensor, ...]:
 def _fake_gradients(*arguments: Any) -> tuple[torch.Tensor, ...]:
     hidden, weight, needs = arguments[0], arguments[1], arguments[-1]
     like = hidden, weight, weight[:, 0]
-    return tuple(
-        torch.empty(one.shape, dtype=one.dtype, device=one.device) if need else hidden.new_empty(0)
-        for one, need in zip(like, needs, strict=True)
-    )
+    shapes = (one.shape if need else (0,) for one, need in zip(like, needs, strict=True))
+    return tuple(hidden.new_empty(shape) for shape in shapes)
 
 
 def _refuse(ctx: Any, *_of_outputs: torch.Tensor) -> None:

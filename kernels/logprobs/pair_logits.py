@@ -107,10 +107,8 @@ def pair_gradients(
             right = weight.index_select(0, tokens[some]).to(sums)
             add_rows(of_hidden, owners[some], right.mul_(rates[some]))
     if needs[1]:
-        of_weight, step = (
-            weight.new_empty(weight.shape),
-            max(1, TOTAL_BYTES // (4 * weight.shape[0])),
-        )
+        of_weight = weight.new_empty(weight.shape)
+        step = max(1, TOTAL_BYTES // (4 * weight.shape[0]))
         for part, of_part in zip(*(one.split(step, 1) for one in (hidden, of_weight)), strict=True):
             total = torch.zeros_like(of_part, dtype=sums)
             for some in _chunks(logits, pairs):

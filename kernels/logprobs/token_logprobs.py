@@ -202,14 +202,12 @@ def topk_kl(
     own, teacher, tail = own.where(known, 0.0), teacher.where(known, 0.0), tail.where(has_tail, 0.0)
     certain = segment_sum(teacher.exp().where(known, 0.0), boundaries)
     teacher_tail = (1 - certain).clamp_min(LEAST_TAIL).log()
-    divergences = (
-        (there.exp() * (there - here) if direction == "forward" else here.exp() * (here - there))
-        for here, there in ((own, teacher), (tail, teacher_tail))
-    )
-    of_tokens, of_tail = (
-        one.where(counts, 0.0) for one, counts in zip(divergences, (known, has_tail), strict=True)
-    )
-    return (segment_sum(of_tokens, boundaries) + of_tail).to(logprobs.dtype)
+    compared = [(teacher, own), (teacher_tail, tail)]
+    if direction == "reverse":
+        compared = [(here, there) for there, here in compared]
+    of_tokens, of_tail = (from_.exp() * (from_ - to) for from_, to in compared)
+    total = segment_sum(of_tokens.where(known, 0.0), boundaries) + of_tail.where(has_tail, 0.0)
+    return total.to(logprobs.dtype)
 
 
 class _Head:
@@ -352,10 +350,8 @@ def _over_support(
         whole = work > num_rows * head.weight.shape[0]
         logits = head.statistics(pairs, with_mean=False, whole=whole)[2]
     else:  # each row has one more: its target, if it has no others
-        ends, place = (
-            boundaries + one.boundaries,
-            owners + torch.arange(num_pairs, device=owners.device),
-        )
+        ends = boundaries + one.boundaries
+        place = owners + torch.arange(num_pairs, device=owners.device)
         own = ends[1:].long() - 1
         more = tokens.new_empty(num_pairs + num_rows).index_copy_(0, place, tokens)
         more.index_copy_(0, own, one.tokens.where(is_free, -1))
@@ -366,8 +362,8 @@ def _over_support(
     logprobs, average = _normalized(logits, total, pairs)
     is_target = tokens == one.tokens[owners]
     wanted = segment_sum(torch.where(is_target, logprobs, 0.0), boundaries)
-    results = [torch.where(segment_sum(is_target, boundaries) > 0, wanted, -torch.inf)]
-    results.append(total - average)
+    wanted = torch.where(segment_sum(is_target, boundaries) > 0, wanted, -torch.inf)
+    results = [wanted, total - average]
     if free is not None:
         results = [x.where(~is_free, y) for x, y in zip(results, free[::2], strict=True)]
     return results

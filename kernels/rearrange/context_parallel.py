@@ -55,13 +55,10 @@ def context_parallel_index(
         >>> context_parallel_index(cu_seqlens, 12, cp_size=2, cp_rank=0)
         tensor([ 0,  3,  4,  5, 10, 11], dtype=torch.int32)
     """
-    chunks = _check(
-        "context_parallel_index", cu_seqlens, num_tokens, cp_size=cp_size, partition=partition
-    )
+    op = "context_parallel_index"
+    chunks = _check(op, cu_seqlens, num_tokens, cp_size=cp_size, partition=partition)
     if not 0 <= cp_rank < cp_size:
-        raise ValueError(
-            f"context_parallel_index: cp_rank must be in [0, {cp_size}), got {cp_rank}"
-        )
+        raise ValueError(f"{op}: cp_rank must be in [0, {cp_size}), got {cp_rank}")
     return _held(cu_seqlens, num_tokens, cp_size, cp_rank, partition=partition, chunks=chunks).int()
 
 
@@ -95,9 +92,8 @@ def context_parallel_order(
         >>> context_parallel_order(cu_seqlens, 12, cp_size=2)
         tensor([ 0,  6,  7,  1,  2,  3,  8,  9, 10, 11,  4,  5], dtype=torch.int32)
     """
-    chunks = _check(
-        "context_parallel_order", cu_seqlens, num_tokens, cp_size=cp_size, partition=partition
-    )
+    op = "context_parallel_order"
+    chunks = _check(op, cu_seqlens, num_tokens, cp_size=cp_size, partition=partition)
     rank = torch.arange(cp_size, device=cu_seqlens.device)[:, None]
     held = _held(cu_seqlens, num_tokens, cp_size, rank, partition=partition, chunks=chunks)
     place = torch.arange(num_tokens, dtype=torch.int32, device=cu_seqlens.device)
@@ -156,10 +152,9 @@ def _check(
         chunks = chunks_of(cp_size, partition)
     except ValueError as error:
         raise ValueError(f"{op}: {error}") from None
-    if num_tokens % max(chunks, cp_size):
-        raise ValueError(
-            f"{op}: num_tokens must be a multiple of {max(chunks, cp_size)}, got {num_tokens}"
-        )
+    multiple = max(chunks, cp_size)
+    if num_tokens % multiple:
+        raise ValueError(f"{op}: num_tokens must be a multiple of {multiple}, got {num_tokens}")
     check_boundaries(op, cu_seqlens, num_tokens)
     readable = values_to_check(cu_seqlens)
     if readable is not None and chunks > 1:

@@ -130,7 +130,8 @@ def _launch(
     which make a unit of 16 bytes, is what the kernel moves.
     """
     size, lead = source.element_size(), 1 if op == "pad" else 2
-    if not _rows_are_dense(source, lead) or source.data_ptr() % size:
+    is_dense = source.numel() == 0 or source[(0,) * lead].is_contiguous()
+    if not is_dense or source.data_ptr() % size:
         source = source.clone(memory_format=torch.contiguous_format)
     row, lengths = prod(source.shape[lead:]), source.shape[:lead]
     pairs = zip(source.stride(), lengths, strict=False)
@@ -155,17 +156,6 @@ def _launch(
         PER_UNIT=unit // element, BLOCK=launch.block,
     )  # fmt: skip
     return whole[: prod(shape)].view(shape)
-
-
-def _rows_are_dense(tensor: torch.Tensor, lead: int) -> bool:
-    dense = 1
-    for length, stride in zip(
-        tensor.shape[: lead - 1 : -1], tensor.stride()[: lead - 1 : -1], strict=True
-    ):
-        if length > 1 and stride != dense:
-            return tensor.numel() == 0
-        dense *= length
-    return True
 
 
 def _fill(value: complex, dtype: torch.dtype) -> tuple[int, int]:

@@ -233,7 +233,8 @@ def segment_reduce_forward(
     if not num_segments:
         return
     few = entries <= FEWEST_ENTRIES or (max_seqlen is not None and max_seqlen <= LONGEST_ROW)
-    rows, marks = _as_bytes(x), None if mask is None else _as_bytes(mask)
+    rows = x.view(torch.int8) if x.dtype == torch.bool else x  # which the kernels read
+    marks = None if mask is None else mask.view(torch.int8)
     form = (reduction == "max", reduction == "mean")
     constants = {"FORM": form, "SIZES": (ROWS, LANES, STEPS, CHUNK)}
     launch = launch_on("segment_reduce", x.get_device())
@@ -254,8 +255,3 @@ def segment_reduce_forward(
         segment_reduce_kernel, cdiv(num_segments, ROWS), rows, marks, segments, out, partials,
         counts, entries, num_segments, segments.ndim, **constants,
     )  # fmt: skip
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return bools as int8, which the kernels read."""
-    return tensor.view(torch.int8) if tensor.dtype == torch.bool else tensor

@@ -161,8 +161,7 @@ def moments_of(x: torch.Tensor, counts: torch.Tensor, impl: str) -> torch.Tensor
 
     ``counts`` are a mask, or int32 numbers. Arguments are checked.
     """
-    rows = x.contiguous(), counts.contiguous()
-    moments: torch.Tensor = call_op("masked_moments", *rows, impl)
+    moments: torch.Tensor = call_op("masked_moments", x.contiguous(), counts.contiguous(), impl)
     return moments
 
 
@@ -182,10 +181,8 @@ def whiten_by(
 
     Cost: one launch; with moments of their own another for more than 4,096 entries.
     """
-    rows = x.contiguous(), counts.contiguous(), given
-    whitened: tuple[torch.Tensor, torch.Tensor] = call_op(
-        "whiten", *rows, ddof, float(eps), center, impl
-    )
+    inputs = x.contiguous(), counts.contiguous(), given, ddof, float(eps), center, impl
+    whitened: tuple[torch.Tensor, torch.Tensor] = call_op("whiten", *inputs)
     return whitened
 
 
@@ -241,10 +238,8 @@ def moments_of_sums(sums: torch.Tensor, shift: float) -> torch.Tensor:
 
 def _check_counted(op: str, x: torch.Tensor, mask: torch.Tensor) -> None:
     check_tensor(op, "x", x, dtypes=(torch.float32, torch.float64), constant=True)
-    entries = x.shape[0]
-    check_tensor(
-        op, "mask", mask, dtypes=(torch.bool,), device=x.device, entries=entries, per="entry"
-    )
+    each: dict[str, Any] = {"device": x.device, "entries": x.shape[0], "per": "entry"}
+    check_tensor(op, "mask", mask, dtypes=(torch.bool,), **each)
 
 
 def _run_moments(x: torch.Tensor, counts: torch.Tensor, impl: str) -> torch.Tensor:

@@ -44,9 +44,8 @@ class EntryIndex:
     @cached_property
     def segment(self) -> torch.Tensor:
         """int32 ``[entries]``: segment of each entry."""
-        starts = self.bounds[:-1]
-        end = starts.new_full((min(starts.shape[0], 1),), self.num_entries)
-        lengths = torch.cat([starts[1:], end]) - starts
+        end = self.bounds.new_full((1,), self.num_entries)
+        lengths = torch.cat([self.bounds[:-1], end]).diff()
         return torch.repeat_interleave(lengths, output_size=self.num_entries)
 
     def expand(self, of_segments: torch.Tensor) -> torch.Tensor:
@@ -125,9 +124,9 @@ def scan_tokens(
     gamma, gammas = split_rate(op, gamma_name, scan.gamma, scan.cu_seqlens)
     lam, lams = split_rate(op, "lam", scan.lam, scan.cu_seqlens)
     scan = scan._replace(gamma=gamma, gammas=gammas, lam=lam, lams=lams)
-    rows: list[Any] = [one.contiguous() if isinstance(one, torch.Tensor) else one for one in scan]
+    scan = Scan._make(one.contiguous() if isinstance(one, torch.Tensor) else one for one in scan)
     assert scan.rewards is not None
-    return credit_scan(Scan(*rows), op, resolve_impl(op, impl, scan.rewards))
+    return credit_scan(scan, op, resolve_impl(op, impl, scan.rewards))
 
 
 def credit_scan(scan: Scan, op: str, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -299,18 +298,17 @@ def exclusive_scan_reference(
     index = EntryIndex(bounds, entries)
     decay = torch.where(index.is_last, 1.0, decay.roll(-1))  # of the entry behind
     increment = torch.where(index.is_last, 0.0, increment.roll(-1))
-    entry = torch.arange(entries, device=decay.device)
-    end = bounds[1:].index_select(0, index.segment)
+    end = index.expand(bounds[1:])
     reach = 1
     while reach < longest:
-        inside = entry[:-reach] + reach < end[:-reach]
+        inside = index.entry[:-reach] + reach < end[:-reach]
         later_decay = torch.where(inside, decay[reach:], 1.0)
         later_increment = torch.where(inside, increment[reach:], 0.0)
         first = increment[:-reach] + _times(decay[:-reach], later_increment)
         increment = torch.cat([first, increment[-reach:]])
         decay = torch.cat([decay[:-reach] * later_decay, decay[-reach:]])
         reach *= 2
-    return increment + _times(decay, start.double().index_select(0, index.segment))
+    return increment + _times(decay, index.expand(start.double()))
 
 
 def _times(decay: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
@@ -420,8 +418,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     scan = Scan(*fields)
     ctx.save_for_backward(scan.cu_seqlens, scan.loss_mask, scan.gammas, scan.lams)
     ctx.dtype = None if scan.rewards is None else scan.rewards.dtype
-    rest: list[Any] = [None if isinstance(one, torch.Tensor) else one for one in scan]
-    ctx.rest = Scan(*rest)
+    ctx.rest = Scan._make(None if isinstance(one, torch.Tensor) else one for one in scan)
 
 
 def _backward(ctx: Any, of_first: torch.Tensor, of_second: torch.Tensor) -> tuple[Any, ...]:

@@ -124,7 +124,7 @@ def check_scan_inputs(op: str, scan: Scan) -> None:
     """Raise unless the arguments of an estimator agree; no tensor's values are read."""
     rewards: Any = scan.rewards
     cu_seqlens = scan.cu_seqlens
-    check_tensor(op, "rewards", rewards, dtypes=FLOATS)
+    check_tensor(op, "rewards", rewards, dtypes=FLOATS, constant=scan.kind == "vtrace")
     each: dict[str, Any] = {"device": rewards.device, "entries": rewards.shape[0]}
     check_cu_seqlens(op, cu_seqlens, device=rewards.device)
     if rewards.shape[0] and cu_seqlens.shape[0] == 1:

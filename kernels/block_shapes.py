@@ -1,8 +1,7 @@
 """Block shapes of the kernels: data, each with its reason.
 
-The reasons are counts from compiled code (Triton 3.6 to 3.9) and arithmetic. That of `credit_scan`
-was also the fastest of those that were timed on an H200 (`docs/benchmarks`); no other kernel was
-timed with a second shape.
+The reasons are counts from compiled code (Triton 3.6 to 3.9) and arithmetic. Five kernels were also
+timed with other shapes on an H200, and none was more than 8 % faster (`docs/benchmarks`).
 Registers are the maximum of a thread on sm_80 and sm_90, which
 ``tests/kernels/compiled/test_compiled.py`` asserts. An SM of sm_80 to sm_100 has 65,536 registers,
 allocated to warps by 8 per thread. At 4.3 TB/s an H200 needs about 11.4 KB of loads in flight on

@@ -141,9 +141,10 @@ def piece_table(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.int64]:
     except (AttributeError, KeyError):
         fits, lengths = False, []
     if not fits or len(lengths) != len(tensors):
+        first = getattr(tensors[0], "device", None)  # of what is no tensor there is none
         for index, tensor in enumerate(tensors):
             name = f"tensors[{index}]"
-            check_tensor(OP, name, tensor, dtypes=tuple(KINDS), device=tensors[0].device)
+            check_tensor(OP, name, tensor, dtypes=tuple(KINDS), device=first)
             if not tensor.is_contiguous():
                 raise ValueError(f"{OP}: {name} must be contiguous, got stride {tensor.stride(0)}")
     np.cumsum(lengths, out=table[1:, Piece.START])

@@ -161,6 +161,11 @@ def test_wrong_input_is_named(error: type[Exception], match: str, piece: Any) ->
         piece_table([torch.zeros(1), piece])
 
 
+def test_a_first_piece_that_is_no_tensor_is_named() -> None:
+    with pytest.raises(TypeError, match=r"^gather_words: tensors\[0\] must be a tensor, got int"):
+        gather_words([1, torch.zeros(1)])  # type: ignore[list-item]
+
+
 def test_more_words_than_the_kernel_counts_are_refused() -> None:
     most = torch.empty(2**31 - 1024, dtype=torch.int8, device="meta")
     assert piece_table([most])[-1, Piece.START] == 2**31 - 1024

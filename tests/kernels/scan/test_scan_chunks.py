@@ -145,8 +145,7 @@ def test_the_reward_of_a_turn_without_generated_tokens_counts_once(
         assert_rounds(rows, numbers)
 
 
-@pytest.mark.parametrize("longest", [4, 150])
-@pytest.mark.parametrize("observation", OBSERVATIONS)
+@pytest.mark.parametrize(("observation", "longest"), [("carry", 4), ("carry", 150), ("ignore", 4)])
 def test_segments_of_a_chunk_each_have_the_bits_they_have_beside_one_of_two(
     observation: str, longest: int, impl: str
 ) -> None:

@@ -98,9 +98,9 @@ def in_short(results: Record) -> str:
             slow.append(f"{one.job} {span} times (`{names}`{where})")
     gpu = results["hardware"].get("gpu", "the host")
     said = {
-        f"{gpu}, times as fast as the fastest other way, in GPU time (in brackets: share of a copy "
-        "of as many bytes)": fast,
-        f"{gpu}, slower than another way": slow,
+        f"{gpu}, times as fast as the fastest other way, in GPU time, or wall time of a rival that "
+        "takes more than 0.25 s (in brackets: share of a copy of as many bytes)": fast,
+        f"{gpu}, slower than another way, in GPU time, packing from the host in wall time": slow,
     }
     return "\n".join(f"- **{what}**: {'; '.join(jobs)}." for what, jobs in said.items() if jobs)
 
@@ -130,8 +130,11 @@ def _ours(record: Record) -> Record:
 
 
 def _times(record: Record, kind: str) -> Iterator[Times]:
-    """Yield what each rival takes; by wall time where one of the two has no other."""
-    ours = _ours(record)
+    """Yield what each rival takes; by wall time where one of the two has no other.
+
+    So it is where the host has a part in the job, which brings its input to the device.
+    """
+    ours, kind = _ours(record), "wall_ms" if record.get("sent") else kind
     for entry in record["entries"]:
         name = entry["contender"]
         if ours and entry["best_ms"] and is_rival(name) and name != PRODUCTS:

@@ -135,6 +135,7 @@ def scan_block(weight, increment, rate, place, state, FORM: tl.constexpr):
     ``state`` the state behind the block; both, and ``rate``, have an entry for each lane.
     Return the state behind each entry, and decay and increment of the whole block in every lane.
     """
+    tl.static_assert(place.shape[0] <= 32, "five rounds compose 32 lanes")
     lane = tl.arange(0, place.shape[0])
     increments = split_entries(increment, EACH)
     decays = ()

@@ -14,7 +14,7 @@ import torch
 from trajpack.kernels.dispatch import Impl, resolve_impl
 from trajpack.kernels.fields.build import FIELD_DTYPES, HostMemory, write_on_host
 from trajpack.kernels.fields.gather_fields import gather_fields
-from trajpack.kernels.runs import MAX_TOKENS, TILE, Run
+from trajpack.kernels.runs import MAX_TOKENS, Run, in_tiles
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.batch.storage import load_with_options
 from trajpack.packing.buffer.buffer import (
@@ -219,7 +219,7 @@ def arrange_tree(
     place = trie.places[chain]
     index, depth, node, length = trie.pieces(place, begin, end)
     generated = union_of(node, node + length)
-    first_entry = -(-trie.num_nodes // TILE) * TILE
+    first_entry = in_tiles(trie.num_nodes)
     num_tokens = first_entry + int(length.sum())
     if num_tokens > MAX_TOKENS:
         raise ValueError(

@@ -248,11 +248,14 @@ def test_a_device_is_summarised_by_its_fastest_rivals():
         measured_on_a_device((2.0, 5.0), {"rival": (1.0, 5.0)}, job="sums"),
         measured_on_a_device((2.0, 5.0), {"rival": (4.0, 5.0)}, job="sums", workload="B: b"),
         measured_on_a_device((4.0, 5.0), {"dense": (2.0, 6.0), PRODUCTS: (1.0, 1.0)}, job=LOGPROBS),
+        measured_on_a_device((1.0, 6.0), {"by hand": (2.0, 4.0)}, job="pack") | {"sent": True},
     ]
     results = results_of(*records, measured="gpu")
     fast, slow = device_report.in_short(results).splitlines()
     assert "build 1.5 to 100 (50%); gae of tokens 10 (50%); gae of tokens, against the" in fast
-    assert slow.endswith(f": sums 2 times (`rival` on A); {LOGPROBS} 2 times (`dense`).")
+    assert slow.endswith(
+        f": sums 2 times (`rival` on A); {LOGPROBS} 2 times (`dense`); pack 1.5 times (`by hand`)."
+    )
     rows = [line.split("|")[1:-1] for line in device_report.table(results).splitlines()]
     cells = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
     assert cells["build"] == ["50%", "1.5 to 100", "0.89 to 100"]

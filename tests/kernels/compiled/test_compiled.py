@@ -59,7 +59,8 @@ MORE_FOR_INPUTS = {("fold_kernel", "float64, all"): 168}
 ADDS_INTEGERS = {"sum_slots_kernel", "moments_kernel"}
 """Kernels with atomic additions: of integers, which are the same in any order."""
 MOST_SCALARS_SPILLED = {"effects_kernel": 32, "scan_kernel": 40, "weigh_kernel": 32}
-"""On gfx942 scalars that do not fit go to lanes of vector registers, and never to memory."""
+"""On gfx942 scalars that do not fit go to lanes of vector registers, and never to memory. Scans of
+turns have the most, since they have two paths."""
 MOST_SPILLED = {"scan_kernel": 64}
 """Most bytes that a thread keeps in memory for lack of registers, and instructions that move them.
 The limit of a scan's registers lets an SM hold more warps; `test_compiled_scans` has more of it."""

@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 OLDEST, NEWEST = OTHERS
 BUILDS = [
     (OLDEST, "sm_80"),
+    (NEWEST, "sm_90"),
     pytest.param(INSTALLED, "sm_80", marks=pytest.mark.variants),
-    pytest.param(NEWEST, "sm_90", marks=pytest.mark.variants),
 ]
 """The other tests run the installed version for sm_90."""
 

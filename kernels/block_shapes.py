@@ -3,9 +3,9 @@
 The reasons are counts from compiled code (Triton 3.6 to 3.9) and arithmetic. Five kernels were also
 timed with other shapes on an H200, of which none took more than 8 % less time (`docs/benchmarks`).
 Registers are the maximum of a thread on sm_80 and sm_90, which
-``tests/kernels/compiled/test_compiled.py`` asserts. An SM of sm_80 to sm_100 has 65,536 registers,
-allocated to warps by 8 per thread. At 4.3 TB/s an H200 needs about 11.4 KB of loads in flight on
-each SM.
+``tests/kernels/compiled/test_compiled.py`` asserts (on sm_80 by `make variants`). An SM of sm_80 to
+sm_100 has 65,536 registers, allocated to warps by 8 per thread. At 4.3 TB/s an H200 needs about
+11.4 KB of loads in flight on each SM.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ SHAPES = {
     "group_advantages_kernel, long": BlockShape(2048, 256),
     # A warp with 8 entries a thread: scans are shuffles, and four sequences of 64 tokens lie side
     # by side. The block fixes the order of the sums, so it is the same on every architecture. With
-    # the limit an SM holds 16 warps, not 12: up to 28 % less time on an H200. With 96 it spills.
+    # the limit an SM holds 16 warps, not 12: a scan takes up to 28 % less time on an H200. With 96
+    # it spills.
     "credit_scan": BlockShape(256, 32, most_registers=128),
     # V-trace, KL penalties, rates by segment, some observations. Without the limit ptxas
     # aims at 168 registers, and spills.

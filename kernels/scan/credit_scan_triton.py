@@ -4,7 +4,8 @@
 
 A block is ``BLOCK`` entries of one warp, ``EACH`` neighbours to a lane, at reversed addresses, so
 that the scan runs forward. A lane composes its entries, the lanes are composed in rounds of
-doubling reach, and the state behind the block enters every lane. Meanwhile the next block loads.
+doubling reach, and the state behind the block enters every lane. Meanwhile the next block loads,
+where there are no chunks.
 Short segments lie side by side in a block, each in as many lanes as hold its entries. A round joins
 two lanes only within a segment, so a segment's bits are those of a block of its own.
 
@@ -24,6 +25,8 @@ The kernels pass these tuples on, in which an input that is not given is ``None`
   the importance ratios;
 - ``chunks``: first positions, first tokens, stride of these, spans, rewards, ``(1,)`` if a chunk
   is one action, ``(truncated,)``;
+- ``owners``: first and last chunk of a program's block, the last chunk of each lane's segment,
+  whether each of these segments has one chunk, and the entries behind the block;
 - ``segments``: boundaries, γ and λ of each segment, bootstrap, γ and λ of all;
 - ``inputs``: source, segments, limits, and a 1 that the compiler does not know, for `widen`.
 
@@ -225,7 +228,7 @@ def read_chunks(chunks, position, exists, owners, clip):
     cu_positions, addresses, stride, spans, rewards, _by_turn, _truncated = chunks
     first, last, own_last, has_one_each, start = owners
     BLOCK: tl.constexpr = position.shape[0]
-    if has_one_each:  # a number of a lane's chunk is one of its segment
+    if has_one_each:  # the chunk of a lane's entries is known: its numbers are read once a lane
         moved = tl.load(addresses + own_last * stride) - tl.load(cu_positions + own_last)
         at = position + at_entries(moved, start, BLOCK)
         begin = at_entries(tl.load(spans + own_last * 2), start, BLOCK)

@@ -166,6 +166,37 @@ def test_segments_of_a_chunk_each_have_the_bits_they_have_beside_one_of_two(
         assert_rounds(other, numbers)
 
 
+ONE_RATE: dict[str, Any] = {"gammas": None, "lams": None, "gamma": 0.9, "lam": 0.8}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "one rate": ONE_RATE,
+    "by turn": ONE_RATE | {"by_turn": True},
+    "V-trace": {"kind": "vtrace"},
+    "KL": {"estimator": "k3", "limits": Limits(kl_coefficient=0.125, reward_clip=0.75)},
+    "rows": {"max_seqlen": 400},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_segments_of_a_chunk_each_equal_the_reference(options: dict[str, Any]) -> None:
+    """The third and the last segment use their bootstrap. Every token is written."""
+    case = case_of([["..gg"], ["g"], ["..g"], [""], [".g"], ["g" * 150], ["gg"], ["ggg"]])
+    policies: dict[str, Any] = {}
+    if "kind" in options or "estimator" in options:
+        other = "rollout_logprobs" if "kind" in options else "ref_logprobs"
+        policies = {"logprobs": case.batch.logprobs, other: case.batch.rollout_logprobs}
+    truncated = torch.tensor([at in (2, 7) for at in range(8)])
+    fields = {"max_seqlen": 150, "truncated": truncated} | policies | options
+    scan = case.scan._replace(**fields)
+    with small_blocks(64):
+        found, expected = (credit_scan(scan, "gae", impl) for impl in ("triton", "torch"))
+    written = torch.ones(scan.num_tokens, dtype=torch.bool)
+    if scan.by_turn:  # the others are undefined
+        written = torch.zeros_like(written)
+        written[[begin for begin, end in scan.spans.tolist() if begin < end]] = True
+    for actual, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(actual[written], exact[written], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("observation", OBSERVATIONS)
 def test_vtrace_equals_the_loop(observation: str, impl: str) -> None:
     case = case_of()

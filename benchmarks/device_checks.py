@@ -1,4 +1,4 @@
-"""Cheap evidence from a device: rates of copies, kernels beside their references, waits, graphs.
+"""Cheap evidence from a device: copies, kernels beside their references, waits, graphs, shapes.
 
 ``python -m benchmarks.device_checks PART FILE`` writes each row to FILE when it is known. With
 ``--rehearse`` it takes CPU tensors of tiny sizes: the compiled kernels are executed by `tests.ptx`.
@@ -49,6 +49,19 @@ VARIED = {
     "loss_weights": ("loss_weights",),
 }
 """Kernels whose block shapes `shapes` varies, and the calls that it times."""
+PUBLISHED_US = {
+    (8192, 128): 6.4,
+    (16_384, 128): 11.5,
+    (32_768, 128): 23.0,
+    (8192, 512): 23.7,
+    (8192, 1024): 45.3,
+    (8192, 2048): 103.7,
+    (2048, 2048): 28.3,
+    (8192, 4096): 304.8,
+    (2048, 4096): 81.4,
+}
+"""GAE of so many rows of so many steps, float32, by rl-triton on an H100, in microseconds: what its
+repository has in ``benchmarks/gae_vs_pufferlib_5_0-2026-08-20.md``."""
 SANITIZER = "compute-sanitizer"
 FOUND = 86
 """Status of a process in which the sanitizer found something."""
@@ -115,6 +128,33 @@ def graphs(setting: Setting) -> Iterator[tuple[Row, Check]]:
     for estimator in (GRPO(), TurnGAE(), GAE(0.99, 0.95, whiten=True)):
         row = {"call": f"StaticBatch.run, {type(estimator).__name__}"}
         yield row, partial(replays_static, setting.drawn(), estimator)
+
+
+def dense(setting: Setting) -> Iterator[tuple[Row, Check]]:
+    """Time GAE of rows of equal length, in the shapes that rl-triton has published times of."""
+    every = PUBLISHED_US.items()
+    for (rows, steps), published in islice(every, 1 if setting.rehearse else None):
+        row = {"rows": rows, "steps": steps, "published_us": published}
+        size = (3, 40) if setting.rehearse else (rows, steps)
+        yield row, partial(time_rows, *size, setting.device)
+
+
+def time_rows(rows: int, steps: int, device: str) -> Row:
+    """Return the microseconds of GAE and of a copy of as many bytes; check the last row's bits."""
+    generator = torch.Generator(device).manual_seed(12)
+    rewards, values = torch.randn(2, rows * steps, generator=generator, device=device)
+    bounds = torch.arange(0, rows * steps + 1, steps, dtype=torch.int32, device=device)
+
+    def advantages(last: int = rows) -> tuple[torch.Tensor, torch.Tensor]:
+        kept = rewards[-last * steps :], values[-last * steps :], bounds[: last + 1]
+        return gae(*kept, **RATES, max_seqlen=steps, impl="triton")
+
+    for packed, by_itself in zip(advantages(), advantages(1), strict=True):
+        assert torch.equal(packed[-steps:], by_itself)
+    copy, check = copy_of(8 * rows * steps, 8 * rows * steps, device)
+    check(copy())
+    found = {"gae_us": 1e3 * cold_ms(advantages, device), "copy_us": 1e3 * cold_ms(copy, device)}
+    return found | {"of_copy": found["copy_us"] / found["gae_us"]}
 
 
 def candidates() -> list[tuple[str, BlockShape]]:
@@ -191,7 +231,14 @@ def alone() -> Iterator[None]:
         yield
 
 
-PARTS = {"copies": copies, "kernels": kernels, "sync": sync, "graphs": graphs, "shapes": shapes}
+PARTS = {
+    "copies": copies,
+    "kernels": kernels,
+    "sync": sync,
+    "graphs": graphs,
+    "dense": dense,
+    "shapes": shapes,
+}
 
 
 def _kernels_run(setting: Setting) -> AbstractContextManager[Any]:

@@ -119,6 +119,7 @@ def parts(results: Path = RESULTS, *, rehearse: bool = False) -> list[Part]:
             beside=True,
         ),
         *timings,
+        checked("dense"),
         checked("shapes", *in_shares(len(device_checks.candidates()))),
     ]
 

@@ -156,7 +156,7 @@ def test_the_cheapest_evidence_comes_first() -> None:
     assert names == [
         "copies", "kernels", "memcheck", "racecheck", "initcheck", "sync", "graphs", "tests",
         "build", "scans", "weights", "pack", "enqueue", "credit", "sums", "logprobs", "moves",
-        "shapes",
+        "dense", "shapes",
     ]  # fmt: skip
     assert all(0 < part.limit_s <= 480 for part in hardware.parts())
 
@@ -187,7 +187,7 @@ def test_shares_of_a_part_make_one_file(tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == [file]
 
 
-@pytest.mark.parametrize("part", ["copies", "kernels", "sync", "graphs"])
+@pytest.mark.parametrize("part", ["copies", "kernels", "sync", "graphs", "dense"])
 def test_a_part_is_rehearsed_on_the_executor(part: str, tmp_path: Path) -> None:
     assert device_checks.main([part, str(tmp_path / "rows.json"), "--rehearse"]) == 0
     assert {row["outcome"] for row in rows_of(tmp_path / "rows.json")} == {"passed"}

@@ -100,8 +100,8 @@ def _concern_dispatcher(arguments: Iterable[Any]) -> bool:
     return False
 
 
-def resolve_impl(op: str, impl: Impl, tensor: torch.Tensor) -> Literal["torch", "triton"]:
-    """Return the implementation that ``impl`` names for inputs that live where ``tensor`` does.
+def resolve_impl(op: str, impl: Impl, device: torch.device) -> Literal["torch", "triton"]:
+    """Return the implementation that ``impl`` names for inputs on ``device``.
 
     ``"auto"`` is Triton for CUDA tensors, where it is installed, and torch for all others. A
     named implementation that cannot run raises; the other never takes its place.
@@ -111,15 +111,15 @@ def resolve_impl(op: str, impl: Impl, tensor: torch.Tensor) -> Literal["torch", 
         RuntimeError: If ``"triton"`` is asked for where Triton cannot run.
     """
     if impl == "auto":
-        return "triton" if tensor.is_cuda and HAS_TRITON else "torch"
+        return "triton" if device.type == "cuda" and HAS_TRITON else "torch"
     if impl == "torch":
         return "torch"
     if impl != "triton":
         raise ValueError(f"{op}: impl must be 'auto', 'torch' or 'triton', got {impl!r}")
     if not HAS_TRITON:
         raise RuntimeError(f"{op}: impl='triton' needs the triton package: trajpack[triton]")
-    if not tensor.is_cuda and tensor.device.type != "meta":
-        _check_triton_serves(op, tensor.device)
+    if device.type not in ("cuda", "meta"):
+        _check_triton_serves(op, device)
     return "triton"
 
 

@@ -318,7 +318,7 @@ def weigh_tokens(
         [correction.level, correction.outside, rejection.level if correction.rejection else ""],
         [correction.low, correction.high, rejection.low, rejection.high],
         correction.normalize,
-        resolve_impl(OP, impl, logprobs),
+        resolve_impl(OP, impl, logprobs.device),
     )
     return weights, metrics
 

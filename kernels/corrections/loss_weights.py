@@ -93,7 +93,7 @@ def loss_weights(
         op, aggregation, loss_mask, sequence_ids, num_sequences, group_ids, num_groups
     )
     check_denominator(aggregation, denominator, loss_mask.device)
-    chosen = resolve_impl(op, impl, loss_mask)
+    chosen = resolve_impl(op, impl, loss_mask.device)
     return shares_of(aggregation, loss_mask, places, denominator, chosen)
 
 

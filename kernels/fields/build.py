@@ -118,7 +118,7 @@ def build(
     check_run_table(OP, runs, words.device)
     check_tensor(OP, "turn_returns", turn_returns, dtypes=(torch.float32,), device=words.device)
     check_integer(OP, "num_tokens", num_tokens, most=MAX_TOKENS)
-    chosen = resolve_impl(OP, impl, words)
+    chosen = resolve_impl(OP, impl, words.device)
     inputs = (one.contiguous() for one in (words, runs, turn_returns))
     return fields_of(call_op("build", *inputs, num_tokens, chosen), num_tokens)
 

@@ -100,7 +100,7 @@ def gather_fields(
     if list(sources.shape) != expected:
         raise ValueError(f"{OP}: sources must have shape {expected}, got {list(sources.shape)}")
     check_integer(OP, "num_tokens", num_tokens, most=MAX_TOKENS)
-    chosen, layouts = resolve_impl(OP, impl, words), _layouts(fields)
+    chosen, layouts = resolve_impl(OP, impl, words.device), _layouts(fields)
     masks = [field.generated_only for field in fields]
     if out is not None:
         units = [_whole_units(*pair, num_tokens) for pair in zip(out, layouts, strict=True)]

@@ -96,7 +96,7 @@ def gather_words(tensors: Sequence[torch.Tensor], impl: Impl = "auto") -> torch.
     """
     tensors = list(tensors)
     table = piece_table(tensors)
-    if not tensors or resolve_impl(OP, impl, tensors[0]) == "torch":
+    if not tensors or resolve_impl(OP, impl, tensors[0].device) == "torch":
         return gather_words_reference(tensors)
     num_words = int(table[-1, Piece.START])
     device = tensors[0].device
@@ -163,7 +163,7 @@ def gather_words_reference(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _run(table: torch.Tensor, num_words: int) -> torch.Tensor:
-    resolve_impl(OP, "triton", table)
+    resolve_impl(OP, "triton", table.device)
     check_boundaries(OP, table[:, Piece.START], num_words, name="pieces", end="num_words")
     from trajpack.kernels.fields.gather_words_triton import gather_words_forward
 

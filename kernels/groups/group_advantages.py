@@ -185,7 +185,7 @@ def compare(
         if baseline != "length_weighted":
             raise ValueError(f"{OP}: lengths are for baseline='length_weighted', got {baseline!r}")
         check_tensor(OP, "lengths", lengths, dtypes=(*INTEGERS, *FLOATS), constant=True, **per)
-    chosen = resolve_impl(OP, impl, scores)
+    chosen = resolve_impl(OP, impl, scores.device)
     shares = None
     if chosen == "triton" and scale == "nonzero":
         counted = (group_ids >= 0) & (group_ids < num_groups)

@@ -249,7 +249,7 @@ class _Head:
         self.weight, self.bias, self.rows = own, bias, rows.long()
         self.temperature = temperatures(op, temperature, rows)
         self.softcap = float(softcap or 0.0)
-        self.group, self.impl = group, resolve_impl(op, impl, hidden)
+        self.group, self.impl = group, resolve_impl(op, impl, hidden.device)
         self.dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
     def one_pair_a_row(self, targets: torch.Tensor) -> Pairs:

@@ -72,7 +72,7 @@ def pad(
     check_cu_seqlens("pad", cu_seqlens, device=packed.device)
     check_integer("pad", "max_seqlen", max_seqlen, most=MAX_ROWS)
     _check_value(value, packed.dtype)
-    chosen = resolve_impl("pad", impl, packed)
+    chosen = resolve_impl("pad", impl, packed.device)
     padded: torch.Tensor = call_op(
         "pad", packed, cu_seqlens.contiguous(), max_seqlen, value, side, chosen
     )
@@ -126,7 +126,7 @@ def unpad(
             f"unpad: cu_seqlens must have {batch + 1} entries for padded of shape "
             f"{list(padded.shape)}, got {cu_seqlens.shape[0]}"
         )
-    chosen = resolve_impl("unpad", impl, padded)
+    chosen = resolve_impl("unpad", impl, padded.device)
     packed: torch.Tensor = call_op(
         "unpad", padded, cu_seqlens.contiguous(), num_tokens, side, chosen
     )

@@ -118,7 +118,7 @@ class TokenSources:
         """Do what `select_tokens` does."""
         _check_table(OP, table, num_tokens, self._sources[0].device)
         check_choice(OP, "positions", positions, ("continue", "zero"))
-        chosen = resolve_impl(OP, impl, table)
+        chosen = resolve_impl(OP, impl, table.device)
         *units, position_ids, segment_ids = call_op(
             "select_tokens",
             self._units,
@@ -176,7 +176,7 @@ def merge_tokens(
     _check_sources(op, [rows])
     _check_table(op, table, num_tokens, rows.device)
     _check_table(op, inverse, rows.shape[0], rows.device)
-    tables, chosen = (table.contiguous(), inverse.contiguous()), resolve_impl(op, impl, rows)
+    tables, chosen = (table.contiguous(), inverse.contiguous()), resolve_impl(op, impl, rows.device)
     merged: torch.Tensor = call_op("merge_tokens", rows, *tables, num_tokens, fill, chosen)
     return merged
 

@@ -146,7 +146,7 @@ def _segment_reduce(
         check_tensor(op, "mask", mask, dtypes=(torch.bool,), **each)
         mask = mask.contiguous()
     check_max_seqlen(op, max_seqlen)
-    rows, chosen = (x.contiguous(), segments.contiguous(), mask), resolve_impl(op, impl, x)
+    rows, chosen = (x.contiguous(), segments.contiguous(), mask), resolve_impl(op, impl, x.device)
     reduced: torch.Tensor = call_op("segment_reduce", *rows, reduction, chosen, max_seqlen)
     return reduced
 

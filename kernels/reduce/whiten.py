@@ -50,7 +50,7 @@ def masked_moments(x: torch.Tensor, mask: torch.Tensor, *, impl: Impl = "auto") 
         variances, 1979.
     """
     _check_counted("masked_moments", x, mask)
-    return moments_of(x, mask, resolve_impl("masked_moments", impl, x))
+    return moments_of(x, mask, resolve_impl("masked_moments", impl, x.device))
 
 
 def moment_sums(
@@ -76,7 +76,7 @@ def moment_sums(
     """
     _check_counted("moment_sums", x, mask)
     check_number("moment_sums", "shift", shift, finite=True)
-    return sums_of_moments(moments_of(x, mask, resolve_impl("moment_sums", impl, x)), shift)
+    return sums_of_moments(moments_of(x, mask, resolve_impl("moment_sums", impl, x.device)), shift)
 
 
 def whiten(
@@ -151,7 +151,7 @@ def whiten(
         check_tensor(OP, "sums", sums, dtypes=(torch.float64,), device=x.device)
         if sums.shape[0] != 3:
             raise ValueError(f"{OP}: sums must have 3 entries, got shape {list(sums.shape)}")
-    impl = resolve_impl(OP, impl, x)
+    impl = resolve_impl(OP, impl, x.device)
     given = None if sums is None else moments_of_sums(sums, shift)
     return whiten_by(x, mask, given, ddof=ddof, eps=eps, center=center, impl=impl)[0]
 

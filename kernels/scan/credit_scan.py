@@ -125,8 +125,7 @@ def scan_tokens(
     lam, lams = split_rate(op, "lam", scan.lam, scan.cu_seqlens)
     scan = scan._replace(gamma=gamma, gammas=gammas, lam=lam, lams=lams)
     scan = Scan._make(one.contiguous() if isinstance(one, torch.Tensor) else one for one in scan)
-    assert scan.rewards is not None
-    return credit_scan(scan, op, resolve_impl(op, impl, scan.rewards))
+    return credit_scan(scan, op, resolve_impl(op, impl, scan.cu_seqlens.device))
 
 
 def credit_scan(scan: Scan, op: str, impl: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -100,13 +100,13 @@ class _MadeOnce:
     memory.
     """
 
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make: Callable[[], Any] | None = make
+    def __init__(self, make: Callable[[str], Any]) -> None:
+        self._make: Callable[[str], Any] | None = make
         self._made: Any = None
 
-    def __call__(self) -> Any:
+    def __call__(self, name: str) -> Any:
         if (make := self._make) is not None:
-            self._made, self._make = make(), None
+            self._made, self._make = make(name), None
         return self._made
 
 
@@ -209,9 +209,9 @@ class PackedBatch(LabelMethods, LogprobMethods):
 
     @classmethod
     def with_lazy_columns(
-        cls, ready: Mapping[str, Any], later: Mapping[str, Callable[[], Any]]
+        cls, ready: Mapping[str, Any], later: Mapping[str, Callable[[str], Any]]
     ) -> Self:
-        """Make a batch whose fields in ``later`` are computed at first access.
+        """Make a batch whose fields in ``later`` are computed at first access, by their names.
 
         Making a batch then costs the host the same at any size.
         """
@@ -227,8 +227,8 @@ class PackedBatch(LabelMethods, LogprobMethods):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             if torch.is_inference_mode_enabled():
                 with torch.inference_mode(False):  # autograd may need the tensors later
-                    return self.__dict__.setdefault(name, make())
-            return self.__dict__.setdefault(name, make())
+                    return self.__dict__.setdefault(name, make(name))
+            return self.__dict__.setdefault(name, make(name))
 
     @property
     def max_seqlen(self) -> int:
@@ -572,7 +572,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
         is_known = self._is_whole and not self.is_padded  # by every replay of a graph
         if aggregation == "token_mean" and denominator is None and truncated == "keep" and is_known:
             denominator = self.num_generated or None
-        chosen = resolve_impl("loss_weights", impl, self.input_ids)
+        chosen = resolve_impl("loss_weights", impl, self.device)
         weights = shares_of(aggregation, counts, places, denominator, chosen)
         if places is None or places.ids is not None:
             return weights
@@ -746,7 +746,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
         """
         known = self.__dict__.get("_later", {}).get("generated_lens")
         if known is not None:
-            counted: tuple[int, ...] = known()
+            counted: tuple[int, ...] = known("generated_lens")
             return counted
         sizes, sequence = self.cu_generated.diff().cpu(), self.turn_sequence.cpu().long()
         lengths = torch.zeros(len(self), dtype=torch.int64).index_add_(0, sequence, sizes.long())
@@ -763,7 +763,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
         """
         known = self.__dict__.get("_later", {}).get("value_lens")
         if known is not None:
-            counted: Mapping[str, npt.NDArray[np.int64]] = known()
+            counted: Mapping[str, npt.NDArray[np.int64]] = known("value_lens")
             return counted
         lengths, (seqlens, starts) = {}, self.host_lengths
         for name in self.ragged_values:

@@ -57,6 +57,14 @@ ROUNDING = 0.01
 """Log-probabilities up to this are 0 with the rounding errors of an engine."""
 MOST_LOOKED_AT = 1 << 16
 """Log-probabilities of a call that are looked at for positive ones."""
+LABELS = {
+    "turn_discounts": "turn_discount",
+    "ids": "id",
+    "groups": "group",
+    "task_ids": "task_id",
+    "birth_times_ms": "birth_time_ms",
+}
+"""Fields of a batch with an attribute of `TrajectoryLabels` for each trajectory."""
 MOST_WAITING = 64
 """Turns that may wait for a table update; their update costs as much as a call."""
 
@@ -304,7 +312,7 @@ class TrajectoryBuffer:
             replays others. If another stream reads the batch, call `PackedBatch.record_stream`.
         """
         check_layout(layout)
-        chosen = resolve_impl("pack", impl, torch.empty(0, device=self.device))
+        chosen = resolve_impl("pack", impl, self.device)
         state = self._arrange(layout)
         counts, memory = state.counts, self._memory
         with self._staging.on_device():
@@ -315,7 +323,7 @@ class TrajectoryBuffer:
         lazy = lazy_columns(region, self._labels, self._tables, counts=counts)
         if self.device.type == "cpu":  # later calls write to the memory of the tables
             kept = [*TABLE_ROWS, *["runs"] * (chosen == "triton")]
-            ready |= {name: lazy.pop(name)().clone() for name in kept}
+            ready |= {name: lazy.pop(name)(name).clone() for name in kept}
         return PackedBatch.with_lazy_columns(ready, lazy | later)
 
     def pack_tree(
@@ -427,23 +435,23 @@ def write_batch(
     fields: Sequence[TokenField],
     impl: Impl,
     memory: HostMemory | None = None,
-) -> tuple[dict[str, Any], dict[str, Callable[[], Any]]]:
+) -> tuple[dict[str, Any], dict[str, Callable[[str], Any]]]:
     """Launch the kernels that write a batch from its tables and the stream ``words``.
 
     Returns the per-token tensors and the turns' returns, and functions that make the tensors of
-    fields in memory that they share. On the host the fields lie in ``memory``.
+    fields in memory that they share, by name. On the host the fields lie in ``memory``.
     """
     returns = returns_of_turns(region, counts, impl)
     runs, tokens = region.table("runs", counts.spans + 1), counts.tokens
     built: dict[str, Any] = {}
-    later: dict[str, Callable[[], Any]] = {}
+    later: dict[str, Callable[[str], Any]] = {}
     if memory is not None and impl == "torch":
         fields_on_host = memory.fields(tokens)
         write_without_kernel(fields_on_host, words, runs, returns)
         built = fields_on_host._asdict()
     else:
         block = call_op("build", words, runs, returns, tokens, impl)
-        later = {name: partial(field_of, block, tokens, name) for name in FIELD_DTYPES}
+        later = dict.fromkeys(FIELD_DTYPES, partial(field_of, block, tokens))
     extra = {}
     if fields:
         sources = region.table("field_sources", counts.spans + 1)
@@ -468,25 +476,27 @@ def lazy_columns(
     tables: BatchTables,
     *,
     counts: Counts,
-) -> dict[str, Callable[[], Any]]:
-    """Return functions that make the tables and host values of a batch at first access."""
-    count, sequences = counts.trajectories, slice(counts.sequences)
-    seqlens, generated = tables.seqlens.rows[sequences], tables.generated_lens.rows[sequences]
+) -> dict[str, Callable[[str], Any]]:
+    """Return functions that make the tables and host values of a batch at first access, by name."""
+    sequences = slice(counts.sequences)
+    lengths = tables.seqlens.rows[sequences], tables.generated_lens.rows[sequences]
+    lens = dict(zip(("seqlens", "generated_lens"), lengths, strict=True))
     values = tables.value_lens.rows[sequences]
+
+    def table(name: str) -> torch.Tensor:
+        number, addend = TABLE_ROWS[name]
+        return region.table(name, getattr(counts, number) + addend)
+
+    def of_labels(name: str) -> tuple[Any, ...]:
+        attribute = LABELS[name]
+        return tuple(getattr(label, attribute) for label in labels[: counts.trajectories])
+
     return {
-        **{
-            name: partial(region.table, name, getattr(counts, number) + addend)
-            for name, (number, addend) in TABLE_ROWS.items()
-        },
-        "runs": partial(region.table, "runs", counts.spans + 1),
-        "seqlens": lambda: tuple(seqlens.tolist()),
-        "generated_lens": lambda: tuple(generated.tolist()),
-        "value_lens": partial(by_field, tables.ragged, values),
-        "num_groups": lambda: counts.groups,
-        "longest": lambda: counts.longest,
-        "turn_discounts": lambda: tuple(label.turn_discount for label in labels[:count]),
-        "ids": lambda: tuple(label.id for label in labels[:count]),
-        "groups": lambda: tuple(label.group for label in labels[:count]),
-        "task_ids": lambda: tuple(label.task_id for label in labels[:count]),
-        "birth_times_ms": lambda: tuple(label.birth_time_ms for label in labels[:count]),
+        **dict.fromkeys(TABLE_ROWS, table),
+        **dict.fromkeys(LABELS, of_labels),
+        **dict.fromkeys(lens, lambda name: tuple(lens[name].tolist())),
+        "runs": lambda name: region.table(name, counts.spans + 1),
+        "value_lens": lambda _: by_field(tables.ragged, values),
+        "num_groups": lambda _: counts.groups,
+        "longest": lambda _: counts.longest,
     }

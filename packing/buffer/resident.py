@@ -70,7 +70,7 @@ def pack_resident(
     given = several_trajectories(trajectories)
     intake, pieces = _take_in(given, layout)
     device = pieces[0].device if pieces else torch.get_default_device()
-    chosen = resolve_impl("pack_resident", impl, torch.empty(0, device=device))
+    chosen = resolve_impl("pack_resident", impl, device)
     check_not_captured("pack_resident", device, "it reads the turns' addresses once")
     num_ids = intake.num_tokens
     num_words = num_ids + intake.num_generated

@@ -163,8 +163,8 @@ class StaticBatch:
         labels = lazy_columns(self._arena, buffer._labels, buffer._tables, counts=counts)
         padded = lazy_columns(self._arena, (), buffer._tables, counts=self._counts)
         self._lazy = labels | {name: padded[name] for name in (*TABLE_ROWS, "runs")}
-        self._lazy["seqlens"] = lambda: tuple(seqlens.tolist())
-        self._lazy |= {"layout": lambda: layout, "num_generated": lambda: state.num_generated}
+        self._lazy["seqlens"] = lambda _: tuple(seqlens.tolist())
+        self._lazy |= {"layout": lambda _: layout, "num_generated": lambda _: state.num_generated}
 
     def run(self, impl: Impl = "auto") -> PackedBatch:
         """Write the batch: one copy to the device and the launches of a pack.
@@ -179,7 +179,7 @@ class StaticBatch:
         """
         if not self._lazy:
             raise RuntimeError("nothing to write: fill first")
-        chosen = resolve_impl("StaticBatch.run", impl, self._arena.words)
+        chosen = resolve_impl("StaticBatch.run", impl, self.device)
         if chosen not in self._ran:
             first = f"the first StaticBatch.run with impl={chosen!r}"
             check_not_captured(first, self.device, "run once before the capture, to compile")

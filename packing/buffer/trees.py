@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
 
 from trajpack.kernels.dispatch import Impl, resolve_impl
-from trajpack.kernels.fields.build import FIELD_DTYPES, HostMemory, write_on_host
+from trajpack.kernels.fields.build import HostMemory, write_on_host
 from trajpack.kernels.fields.gather_fields import gather_fields
 from trajpack.kernels.runs import MAX_TOKENS, Run, in_tiles
 from trajpack.packing.batch.batch import PackedBatch
@@ -149,7 +148,7 @@ def tree_of_buffer(
             raise ValueError(f"{name} must be one of {names}, got {shown(value)}")
     if boundary == "duplicate" and share != "once":
         raise ValueError(f"boundary='duplicate' needs share='once', got share={share!r}")
-    chosen = resolve_impl("pack_tree", impl, torch.empty(0, device=buffer.device))
+    chosen = resolve_impl("pack_tree", impl, buffer.device)
     state = buffer._arrange("merged")
     buffer._state = state._replace(arranged=False)  # the tree's tables replace some
     plan, counts = arrange_tree(buffer, state, duplicate=boundary == "duplicate")
@@ -159,9 +158,10 @@ def tree_of_buffer(
         of_nodes, of_entries = (
             _gather(region, plan, buffer.fields, chosen) if buffer.fields else ({}, {})
         )
-    later = lazy_columns(region, buffer._labels, buffer._tables, counts=counts)
-    later["value_lens"] = partial(buffer._tables.value_lens_of_turns, state.counts)
-    given: dict[str, Any] = {name: later.pop(name)() for name in TABLE_ROWS}
+    tables = buffer._tables  # the buffer has others after `clear`
+    later = lazy_columns(region, buffer._labels, tables, counts=counts)
+    later["value_lens"] = lambda _: tables.value_lens_of_turns(state.counts)
+    given: dict[str, Any] = {name: later.pop(name)(name) for name in TABLE_ROWS}
     if buffer.device.type == "cpu":  # later calls write to the memory of the tables
         given = {name: table.clone() for name, table in given.items()}
     del later["seqlens"], later["runs"]  # those of nodes
@@ -333,7 +333,7 @@ def _write(
     num_nodes, rows = plan.chains.trie.num_nodes, region.table("runs", plan.num_node_rows)
     if memory is None or impl != "torch":
         ready, later = write_batch(region, region.stream, counts, (), impl)
-        returns, fields = ready["turn_returns"], {name: later[name]() for name in FIELD_DTYPES}
+        returns, fields = ready["turn_returns"], {name: make(name) for name, make in later.items()}
     else:
         returns = returns_of_turns(region, counts, impl)
         fields = memory.fields(plan.num_tokens)._asdict()

@@ -146,7 +146,7 @@ def with_advantages(
     estimator = _estimator_of(estimator)
     _check_inputs(batch, estimator, inputs)
     inputs = Inputs(*(None if tensor is None else tensor.contiguous() for tensor in inputs))
-    chosen = resolve_impl(OP, impl, batch.input_ids)
+    chosen = resolve_impl(OP, impl, batch.device)
     if isinstance(estimator, OwnEstimator):
         credit = _of_own(batch, estimator, inputs, chosen)
     elif isinstance(estimator, TokenEstimator):
@@ -168,7 +168,7 @@ def with_advantages(
         is_known=True, advantages=values, returns=credit.returns, metric_names=METRICS
     )
     credited.__dict__.pop("metrics", None)  # computed at first access
-    credited.__dict__["_later"]["metrics"] = metrics
+    credited.__dict__["_later"]["metrics"] = lambda _: metrics()
     return credited
 
 

@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from trajpack.kernels.dispatch import HAS_TRITON, check_not_captured
-
-SIZES = (1, 9_001)
-"""Tokens of one sequence: one launch of a scan or a segment sum takes the first, the second is too
-long for it. No other size needs another variant (``tests/kernels/compiled/test_variants.py``)."""
+from trajpack.kernels.launches import every_way
 
 
-def prewarm(step: Callable[[int], object], *, sizes: Sequence[int] = SIZES) -> dict[str, int]:
+def prewarm(step: Callable[[], object]) -> dict[str, int]:
     """Compile and load every variant of the kernels that a step of training launches.
 
     Triton compiles a variant of a kernel at the first launch with new dtypes, options or optional
     inputs. That takes about a second, and is refused while a CUDA graph is captured. `prewarm`
-    calls ``step`` with each size, so later calls compile nothing, whatever their sizes.
+    calls ``step`` once, and lets every operator launch the kernels of all sizes, so later calls
+    compile nothing, whatever their sizes.
 
     Args:
-        step: ``step(num_tokens)`` does what a training step does with the library, on the device of
-            the training: it packs one sequence of ``num_tokens`` generated tokens, calls the
-            estimator, the weights and ``backward``. Tensors have the dtypes of the training. One
-            whose address is no multiple of 16 bytes, such as ``x[1:]``, needs a variant of its own,
-            so ``step`` slices where the training does.
-        sizes: Numbers of tokens. The default has one for each way in which kernels cut their work.
+        step: ``step()`` does what a training step does with the library, on the device of the
+            training, with a small batch that has generated tokens: it packs, calls the estimator,
+            the weights and ``backward``, and reads `PackedBatch.metrics` if the training does.
+            Tensors have the dtypes of the training. One whose address is no multiple of 16 bytes,
+            such as ``x[1:]``, needs a variant of its own, so ``step`` slices where the training
+            does.
 
     Returns:
         Number of variants that were compiled, by name of the kernel; empty if all were known, and
@@ -38,14 +36,13 @@ def prewarm(step: Callable[[int], object], *, sizes: Sequence[int] = SIZES) -> d
     Raises:
         RuntimeError: While a CUDA graph is captured.
 
-    Cost: two calls of ``step``, and about a second for each variant that is not on disk. Waits for
-    the device.
+    Cost: a call of ``step``, and about a second for each variant that is not on disk. Waits for the
+    device.
 
     Example:
         >>> from trajpack.kernels import prewarm, segment_sum
-        >>> def step(num_tokens):
-        ...     segments = torch.tensor([0, num_tokens], dtype=torch.int32)
-        ...     segment_sum(torch.zeros(num_tokens), segments)
+        >>> def step():
+        ...     segment_sum(torch.zeros(2), torch.tensor([0, 2], dtype=torch.int32))
         >>> prewarm(step)  # on the host torch runs
         {}
     """
@@ -54,9 +51,8 @@ def prewarm(step: Callable[[int], object], *, sizes: Sequence[int] = SIZES) -> d
         current = torch.device("cuda", torch.cuda.current_device())
         check_not_captured("prewarm", current, "call it before the capture")
     compiled: Counter[str] = Counter()
-    with _compilations_in(compiled) if HAS_TRITON else nullcontext():
-        for size in sizes:
-            step(size)
+    with _compilations_in(compiled) if HAS_TRITON else nullcontext(), every_way():
+        step()
     if on_device:
         torch.cuda.synchronize()
     return dict(compiled)

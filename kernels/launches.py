@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -87,6 +89,27 @@ def launch_on(kernel: str, device: int) -> Launch:
     """Return the launch of ``kernel`` on a device, given by its ``torch.Tensor.get_device()``."""
     architecture = architecture_of(device)
     return Launch(block_shape(kernel, architecture), architecture, device)
+
+
+_takes_every_way: ContextVar[bool] = ContextVar("takes_every_way", default=False)
+
+
+def ways(chosen: bool) -> tuple[bool, ...]:
+    """Return the way that a launcher has chosen by its sizes; within `every_way` both, it last."""
+    return (not chosen, chosen) if _takes_every_way.get() else (chosen,)
+
+
+@contextmanager
+def every_way() -> Iterator[None]:
+    """Launch all ways in which a launcher may cut its work, at any size; results are those of one.
+
+    So all variants of a call are compiled by one call of any size.
+    """
+    before = _takes_every_way.set(True)
+    try:
+        yield
+    finally:
+        _takes_every_way.reset(before)
 
 
 def cdiv(entries: int, block: int) -> int:

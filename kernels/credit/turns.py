@@ -127,15 +127,16 @@ def _run_spread(
     values, steps, index, others, weight, impl = inputs
     if index is not None:
         check_indices("spread", "index", index, values.shape[0] + 1)  # an empty turn may end them
+    turns = next(one for one in (index, steps, values) if one is not None).shape[0]
     if impl == "triton":
         from trajpack.kernels.credit.turns_triton import spread_forward
 
-        turns = next(one for one in (index, steps, values) if one is not None).shape[0]
         check_runs("spread", runs, turn_ids.shape[0])
         if (table := values_to_check(runs)) is not None:
             generates = table[:, Run.START].diff() > table[:-1, Run.GENERATED]
             check_indices("spread", "turns of runs", table[:-1, Run.TURN][generates], turns)
         return spread_forward(turn_ids.shape[0], runs, *inputs[:4], weight=weight)
+    check_indices("spread", "turn_ids", turn_ids, turns, -1)
     turn = turn_ids.long()
     place = turn if index is None else _take(index, turn).long().where(turn >= 0, -1)
     spread = torch.zeros_like(turn_ids, dtype=torch.float32)

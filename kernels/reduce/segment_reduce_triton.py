@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from trajpack.kernels.block_shapes import block_shape
-from trajpack.kernels.launches import cdiv, launch_on
+from trajpack.kernels.launches import cdiv, launch_on, ways
 from trajpack.kernels.search_triton import find_segment, find_segments
 
 ROWS = 4
@@ -238,20 +238,21 @@ def segment_reduce_forward(
     form = (reduction == "max", reduction == "mean")
     constants = {"FORM": form, "SIZES": (ROWS, LANES, STEPS, CHUNK)}
     launch = launch_on("segment_reduce", x.get_device())
-    partials = counts = None
-    if not few and segments.ndim == 1:
-        windows = cdiv(entries, CHUNK)
-        dtype = torch.float64 if x.is_floating_point() else torch.int64
-        if reduction == "max":
-            dtype = {4: torch.int32, 8: torch.int64}[x.element_size()]
-        partials = torch.empty((windows, LANES), dtype=dtype, device=x.device)
-        if reduction == "mean" and mask is not None:
-            counts = torch.empty((windows, LANES), dtype=torch.int32, device=x.device)
+    for has_parts in ways(not few) if segments.ndim == 1 else (False,):
+        partials = counts = None
+        if has_parts:
+            windows = cdiv(entries, CHUNK)
+            dtype = torch.float64 if x.is_floating_point() else torch.int64
+            if reduction == "max":
+                dtype = {4: torch.int32, 8: torch.int64}[x.element_size()]
+            partials = torch.empty((windows, LANES), dtype=dtype, device=x.device)
+            if reduction == "mean" and mask is not None:
+                counts = torch.empty((windows, LANES), dtype=torch.int32, device=x.device)
+            launch(
+                chunk_partials_kernel, cdiv(windows, ROWS), rows, marks, segments, partials,
+                counts, entries, num_segments, windows, **constants,
+            )  # fmt: skip
         launch(
-            chunk_partials_kernel, cdiv(windows, ROWS), rows, marks, segments, partials, counts,
-            entries, num_segments, windows, **constants,
+            segment_reduce_kernel, cdiv(num_segments, ROWS), rows, marks, segments, out, partials,
+            counts, entries, num_segments, segments.ndim, **constants,
         )  # fmt: skip
-    launch(
-        segment_reduce_kernel, cdiv(num_segments, ROWS), rows, marks, segments, out, partials,
-        counts, entries, num_segments, segments.ndim, **constants,
-    )  # fmt: skip

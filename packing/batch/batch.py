@@ -109,6 +109,11 @@ class _MadeOnce:
             self._made, self._make = make(name), None
         return self._made
 
+    @property
+    def parts(self) -> tuple[Any, Any]:
+        """What the field is made from, and the field."""
+        return self._make, self._made
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackedBatch(LabelMethods, LogprobMethods):
@@ -321,7 +326,9 @@ class PackedBatch(LabelMethods, LogprobMethods):
         PyTorch's caching allocator reuses memory on the stream of its allocation as soon as no
         tensor holds it. This method records ``stream`` for all memory of the batch: the one
         allocation of the per-token fields, the one of all tables and the token stream, extra
-        fields, returns and advantages. ``record_stream`` on a tensor covers its allocation alone.
+        fields, returns, advantages, and what metrics are made from. ``record_stream`` on a tensor
+        covers its allocation alone. Call it last: what the packing stream makes later, such as the
+        advantages of another batch, has memory of its own.
 
         Make the other stream wait for the packing before: ``stream.wait_stream(packing)``.
         ``docs/devices.md`` has an example.
@@ -332,11 +339,12 @@ class PackedBatch(LabelMethods, LogprobMethods):
         Cost: one call of ``torch.Tensor.record_stream`` a storage, three or more. No copy, no
             synchronisation. Does nothing on the host.
         """
-        # tensors that were not made yet are in the memory of the boundaries or of the token ids
+        # fields that were not made yet are in the memory of the boundaries or of the token ids
         shared = [self.cu_seqlens, self.input_ids]
-        made = [value for value in self.__dict__.values() if isinstance(value, torch.Tensor)]
+        own = self.__dict__.copy()  # another thread may make fields meanwhile
+        later = own.get("_later", {}).copy()
         given = [*self.fields.values(), *self.ragged_values.values()]
-        record_storages([*shared, *made, *given], stream)
+        record_storages([*shared, *own.values(), *later.values(), *given], stream)
 
     def model_inputs(self) -> dict[str, Any]:
         """Return keyword arguments for a Hugging Face causal model's ``forward``.
@@ -571,7 +579,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
         check_denominator(aggregation, denominator, self.device)
         is_known = self._is_whole and not self.is_padded  # by every replay of a graph
         if aggregation == "token_mean" and denominator is None and truncated == "keep" and is_known:
-            denominator = self.num_generated or None
+            denominator = max(self.num_generated, 1)  # without generated tokens all weights are 0
         chosen = resolve_impl("loss_weights", impl, self.device)
         weights = shares_of(aggregation, counts, places, denominator, chosen)
         if places is None or places.ids is not None:

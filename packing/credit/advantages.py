@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
 
@@ -21,6 +22,7 @@ from trajpack.kernels.groups.group_advantages import (
     number_pairs,
     order_by_state,
 )
+from trajpack.kernels.launches import ways
 from trajpack.kernels.reduce.whiten import (
     moments_of,
     moments_of_sums,
@@ -168,7 +170,7 @@ def with_advantages(
         is_known=True, advantages=values, returns=credit.returns, metric_names=METRICS
     )
     credited.__dict__.pop("metrics", None)  # computed at first access
-    credited.__dict__["_later"]["metrics"] = lambda _: metrics()
+    credited.__dict__["_later"]["metrics"] = metrics
     return credited
 
 
@@ -305,7 +307,7 @@ def _of_tokens(batch: PackedBatch, estimator: TokenEstimator, inputs: Inputs, im
         return Credit(values, lambda: batch.loss_mask, returns)
     valid = _members(batch, impl).valid.float()
     counts = spread(turns, valid, index=batch.group_order.owners, impl=impl)[0] > 0
-    return Credit(torch.where(counts, values, 0.0), lambda: counts, returns)
+    return Credit(torch.where(counts, values, 0.0), partial(_counts, counts, None), returns)
 
 
 def _of_turns(batch: PackedBatch, estimator: Estimator, impl: str) -> Credit:
@@ -315,7 +317,8 @@ def _of_turns(batch: PackedBatch, estimator: Estimator, impl: str) -> Credit:
         return Credit(values, batch.cu_generated.diff, returns, are_shared=True)
     valid = _members(batch, impl).valid[batch.group_order.owners]
     values = torch.where(valid, values, 0.0)
-    return Credit(values, lambda: batch.cu_generated.diff() * valid, returns, are_shared=True)
+    counts = partial(_counts_of_turns, batch, valid)
+    return Credit(values, counts, returns, are_shared=True)
 
 
 def _of_groups(batch: PackedBatch, estimator: GroupEstimator, inputs: Inputs, impl: str) -> Credit:
@@ -344,35 +347,38 @@ def _of_groups(batch: PackedBatch, estimator: GroupEstimator, inputs: Inputs, im
         impl=impl,
     )
     returns, owners = _returns(batch, impl), order.owners
-
-    def counts() -> torch.Tensor:
-        return members.lengths if valid is None else members.lengths * valid
-
     if not isinstance(estimator, GiGPO):
+        counts = partial(_counts, members.lengths, valid)
         return Credit(values, counts, returns, are_shared=True, place=owners)
     assert inputs.state_ids is not None
-    if impl == "triton" and (longest or batch.num_turns) <= MOST_COMPARED:
-        places = order_by_state(order.turns, order.cu_turns, inputs.state_ids)
-        by_state = Members(batch.group_ids, num_groups, *places, longest)
-    else:
-        pairs = number_pairs(batch.group_ids[owners], inputs.state_ids)
-        by_state = members_of(pairs, batch.num_turns, impl)
-    steps = advantages_of(
-        batch.turn_returns,
-        by_state,
-        rule,
-        valid=None if valid is None else valid[owners],
-        impl=impl,
-    )
-
-    def counts_of_turns() -> torch.Tensor:
-        sizes = batch.cu_generated.diff()
-        return sizes if valid is None else sizes * valid[owners]
-
+    are_few = (longest or batch.num_turns) <= MOST_COMPARED
+    for compares in ways(are_few) if impl == "triton" else (False,):
+        if compares:
+            places = order_by_state(order.turns, order.cu_turns, inputs.state_ids)
+            by_state = Members(batch.group_ids, num_groups, *places, longest)
+        else:
+            pairs = number_pairs(batch.group_ids[owners], inputs.state_ids)
+            by_state = members_of(pairs, batch.num_turns, impl)
+        steps = advantages_of(
+            batch.turn_returns,
+            by_state,
+            rule,
+            valid=None if valid is None else valid[owners],
+            impl=impl,
+        )
+    counts = partial(_counts_of_turns, batch, None if valid is None else valid[owners])
     return Credit(
-        values, counts_of_turns, returns, are_shared=True, place=owners, steps=steps,
+        values, counts, returns, are_shared=True, place=owners, steps=steps,
         weight=float(estimator.step_weight),
     )  # fmt: skip
+
+
+def _counts(counts: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
+    return counts if valid is None else counts * valid
+
+
+def _counts_of_turns(batch: PackedBatch, valid: torch.Tensor | None) -> torch.Tensor:
+    return _counts(batch.cu_generated.diff(), valid)
 
 
 def _of_own(batch: PackedBatch, estimator: OwnEstimator, inputs: Inputs, impl: str) -> Credit:
@@ -489,23 +495,31 @@ def _members(
 
 def _whitened(
     credit: Credit, whitening: int | None, all_reduce: AllReduce | None, impl: str
-) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
-    """Return values, whitened over all ranks if asked for, and a function for the metrics."""
+) -> tuple[torch.Tensor, Callable[[str], torch.Tensor]]:
+    """Return values, whitened over all ranks if asked for, and the function that makes metrics.
+
+    Its tensors are arguments of ``partial``, where `PackedBatch.record_stream` finds them.
+    """
     values = credit.values
     if whitening is None:
-        return values, lambda: _moments(credit, impl)
+        return values, partial(_moments, credit, impl)
     counts = credit.counts()
     if all_reduce is None:
         whitened, own = whiten_by(values, counts, None, ddof=whitening, impl=impl)
-        return whitened, lambda: own
+        return whitened, partial(_known, own)
     own = moments_of(values, counts, impl)
     sums = sums_of_moments(own, 0.0)
     all_reduce(sums)
     given = moments_of_sums(sums, 0.0)
-    return whiten_by(values, counts, given, ddof=whitening, impl=impl)[0], lambda: own
+    whitened, _ = whiten_by(values, counts, given, ddof=whitening, impl=impl)
+    return whitened, partial(_known, own)
 
 
-def _moments(credit: Credit, impl: str) -> torch.Tensor:
+def _known(metrics: torch.Tensor, _: str) -> torch.Tensor:
+    return metrics
+
+
+def _moments(credit: Credit, impl: str, _: str) -> torch.Tensor:
     """Return the moments of values that were not whitened."""
     if credit.steps is None or credit.place is None:
         return moments_of(credit.values, credit.counts(), impl)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -58,15 +59,34 @@ def moved(batch: M, move: Callable[[torch.Tensor], torch.Tensor]) -> M:
     return result
 
 
-def record_storages(tensors: Iterable[torch.Tensor], stream: torch.Stream) -> None:
-    """Call ``record_stream`` once for each storage of tensors, where their device has streams.
+def record_storages(values: Iterable[Any], stream: torch.Stream) -> None:
+    """Call ``record_stream`` once for each storage in some values, where their device has streams.
 
-    The caching allocator counts by storage: a view of the same memory needs no call.
+    Values are tensors, named tuples of them, functions of ``partial`` that have them as arguments,
+    and objects with ``parts``; others have no tensors. The caching allocator counts by storage: a
+    view of the same memory needs no call.
     """
+    tensors = (tensor for value in values for tensor in _tensors_in(value))
     by_storage = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
     for tensor in by_storage.values():
         if tensor.device.type not in WITHOUT_STREAMS:
             tensor.record_stream(stream)
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, partial):
+        yield from _tensors_in_all(value.args)
+    elif hasattr(value, "_fields"):  # a named tuple; others have many host values, and no tensors
+        yield from _tensors_in_all(value)
+    else:
+        yield from _tensors_in_all(getattr(value, "parts", ()))
+
+
+def _tensors_in_all(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        yield from _tensors_in(value)
 
 
 def model_inputs(

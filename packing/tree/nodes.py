@@ -347,7 +347,7 @@ class TreeNodes(LogprobMethods):
 
         See `PackedBatch.record_stream`.
         """
-        record_storages([*self.node_tensors().values(), *self.fields.values()], stream)
+        record_storages([*self.__dict__.copy().values(), *self.fields.values()], stream)
         self.entries.record_stream(stream)
 
     def __len__(self) -> int:

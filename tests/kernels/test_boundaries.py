@@ -152,10 +152,12 @@ def spread(starts=(0, 2, 4), turns=(0, 1, 0), index=None):
     return spread_turns(Turns(TURN_IDS, runs), torch.zeros(2), index=index, impl="triton")
 
 
-def scanned(cu_turns=CU_TURNS, begins=TURNS[:, 0], spans=TURNS, cu_positions=CU_TURNS * 2):
+def scanned(
+    cu_turns=CU_TURNS, begins=TURNS[:, 0], spans=TURNS, cu_positions=CU_TURNS * 2, ids=TURN_IDS
+):
     scan = Scan(
         cu_turns, cu_positions=cu_positions, begins=begins.contiguous(), spans=spans,
-        turn_rewards=torch.zeros(2).double(), turn_ids=TURN_IDS,
+        turn_rewards=torch.zeros(2).double(), turn_ids=ids,
     )  # fmt: skip
     return credit_scan(scan, "with_advantages", "triton")
 
@@ -208,6 +210,16 @@ FOLLOWED = {
     "spans of chunks": (
         lambda table=TURNS: scanned(spans=table), ints([0, 2], [3, 2]),
         "with_advantages: spans must lie within 4 entries",
+    ),
+    "turns of tokens": (
+        lambda table=TURN_IDS: scanned(ids=table), ints(0, 0, -1, 1),
+        "with_advantages: turn_ids must be 0 or more on the tokens of spans alone, token 2 has -1",
+    ),
+    "turns of values": (
+        lambda table=TURN_IDS: spread_turns(
+            Turns(table, runs_of(CU_TURNS * 2)), torch.zeros(2), impl="torch"
+        ),
+        ints(0, 0, 1, 2), "spread: turn_ids must be in [-1, 2), they go from 0 to 2",
     ),
     "lengths of chunks": (
         lambda table=CU_TURNS * 2: scanned(cu_positions=table), ints(0, 2, 9),

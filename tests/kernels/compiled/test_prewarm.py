@@ -17,7 +17,9 @@ import pytest
 import torch
 import triton
 
+from tests.gpu.checks import tensors_of
 from tests.packing.credit.credit_cases import EVERY
+from tests.ptx.calls import Drawn, every_call
 from trajpack import (
     Alignment,
     PackedBatch,
@@ -36,10 +38,21 @@ from trajpack.kernels import (
     segment_sum,
     whiten,
 )
-from trajpack.packing.credit.estimators import GAE, GRPO, GiGPO, KLPenalty, VTrace
+from trajpack.kernels.launches import every_way
+from trajpack.packing.credit.estimators import (
+    GAE,
+    GRPO,
+    GiGPO,
+    KLPenalty,
+    ReinforcePlusPlusBaseline,
+    VTrace,
+)
+from trajpack.testing import assert_same_bits
 
 RAGGED = ((1,), (2, 3), (15, 16, 17), (8192,), (8193,), (4097, 1, 8191), (17,) * 300, (16_400, 48))
-"""Generated tokens of each trajectory of a batch."""
+RAGGED += ((0, 0), (1,) * 520, (1,) * 4100, ())
+"""Generated tokens of each trajectory of a batch. The trajectories of the longest are in groups of
+700; those of others are in groups of 4. The last has one trajectory of 4,100 turns."""
 
 
 Step = Callable[[TrajectoryBuffer], object]
@@ -47,13 +60,15 @@ Step = Callable[[TrajectoryBuffer], object]
 
 @cache
 def buffer_of(sizes: tuple[int, ...]) -> TrajectoryBuffer:
-    buffer = TrajectoryBuffer(device="cpu")
+    buffer, members = TrajectoryBuffer(device="cpu"), 700 if len(sizes) > 4000 else 4
+    if not sizes:
+        buffer.add(Trajectory("turns", [Turn([1], [2], [0.0], 1.0)] * 4100))
     for index, size in enumerate(sizes):
         ids = np.ones(size, np.int32)
         turns = [Turn([1] * (index % 5 + 1), ids, ids.astype(np.float32), 1.0)]
         if index % 3 == 1:
             turns.append(Turn([*turns[0].prompt_ids, *ids, 7], ids[: size // 2], -ids[: size // 2]))
-        buffer.add(Trajectory(str(index), turns, group=str(index // 4)))
+        buffer.add(Trajectory(str(index), turns, group=str(index // members)))
     return buffer
 
 
@@ -79,7 +94,7 @@ def asked(executor: Any) -> Iterator[list[tuple[str, str]]]:
 
 def assert_prewarmed(step: Step, asked: list[tuple[str, str]]) -> None:
     """Prewarm a step, and run it with ragged batches."""
-    prewarm(lambda size: step(buffer_of((size,))))
+    prewarm(lambda: step(buffer_of((2, 3))))
     known = set(asked)
     assert known
     for sizes in RAGGED:
@@ -165,6 +180,9 @@ STEPS: dict[str, Step] = {
         "sequence_mean_token_mean", batch_of(buffer).loss_mask, batch_of(buffer).sequence_ids,
         num_sequences=len(batch_of(buffer).seqlens), impl="triton",
     ),
+    "loss weights of a batch": lambda buffer: batch_of(buffer).loss_weights(
+        "token_mean", impl="triton"
+    ),
     "whiten": lambda buffer: whiten(
         batch_of(buffer).returns, batch_of(buffer).loss_mask, impl="triton"
     ),
@@ -179,25 +197,50 @@ def test_no_batch_asks_for_another_variant(step: Step, asked: Any) -> None:
     assert_prewarmed(step, asked)
 
 
-def test_variants_that_are_missed_would_be_noticed(asked: Any) -> None:
-    def step(size: int) -> None:
-        credited(batch_of(buffer_of((size,))), GAE())
-
-    prewarm(step, sizes=[1, 48])
+@pytest.mark.parametrize(
+    ("estimator", "sizes"),
+    [(GAE(), (9_001,)), (GRPO(), (1,) * 4100), (ReinforcePlusPlusBaseline(), (1,) * 4100)],
+    ids=["a long segment", "a large group", "many trajectories"],
+)
+def test_variants_that_are_missed_would_be_noticed(
+    estimator: Any, sizes: tuple[int, ...], asked: Any
+) -> None:
+    credited(batch_of(buffer_of((2, 3))), estimator)
     known = set(asked)
-    step(9_001)
-    assert set(asked) - known, "a long segment is cut"
+    credited(batch_of(buffer_of(sizes)), estimator)
+    assert set(asked) - known
+
+
+CUT = {"discounted_returns", "gae, masked, longest known", "segment_sum", "whiten", "GiGPO"}
+"""Calls whose launchers cut their work in more than one way."""
+
+
+@pytest.mark.parametrize("lengths", [(3, 1, 40), (4100, 5000)], ids=["short", "long"])
+def test_launches_of_every_way_change_no_result(lengths: tuple[int, ...], executor: Any) -> None:
+    calls = {name: call for name, call in every_call(Drawn(np.array(lengths))) if name in CUT}
+    assert calls.keys() == CUT
+    for name, call in calls.items():
+        executor.launched.clear()
+        expected = tensors_of(call("triton"))
+        launches = len(executor.launched)
+        executor.launched.clear()
+        with every_way():
+            found = tensors_of(call("triton"))
+        assert len(executor.launched) > launches, name
+        for part, tensor in found.items():
+            assert_same_bits(tensor, expected[part], f"{name}: {part}")
 
 
 def test_what_was_compiled_is_counted(executor: Any) -> None:
-    def step(size: int) -> None:
+    def step(size: int = 2) -> None:
         segment_sum(torch.ones(size), torch.tensor([0, size], dtype=torch.int32), impl="triton")
 
     hook = triton.knobs.runtime.jit_post_compile_hook
     executor.device = 7_000_001
     compiled = prewarm(step)
     assert compiled == Counter(executor.launched), "one variant for each launch"
-    assert prewarm(step, sizes=(3, 16, 9_008)) == {}
+    for size in (3, 16, 9_008):
+        assert prewarm(partial(step, size)) == {}
     assert triton.knobs.runtime.jit_post_compile_hook is hook
 
 
@@ -207,4 +250,4 @@ def test_a_capture_is_too_late(monkeypatch: Any) -> None:
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match=r"^prewarm: cannot be captured.*before the capture"):
-        prewarm(lambda _: pytest.fail("no step"))
+        prewarm(lambda: pytest.fail("no step"))

@@ -158,6 +158,8 @@ def test_segments_of_a_chunk_each_have_the_bits_they_have_beside_one_of_two(
         rows = {"cu_seqlens": 1, "gammas": 1, "lams": 1, "bootstrap": 1}
         rows |= {"cu_positions": 2, "begins": 2, "spans": 2, "turn_rewards": 2}
         fewer = {name: getattr(scan, name)[:-last] for name, last in rows.items()}
+        fewer["turn_ids"] = scan.turn_ids.clone()
+        fewer["turn_ids"][[token for turn in case.places[-1] for token in turn]] = -1
         alone = credit_scan(scan._replace(**fewer), "gae", impl)
     exact = expected_of(case, lambda _, walk: gae_by_loop(walk, observation))
     of_ones = [token for turns in case.places[:-1] for turn in turns for token in turn]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import copy_context
 from typing import Any
 
 import torch
 
 from trajpack.kernels.dispatch import HAS_TRITON, check_not_captured
-from trajpack.kernels.launches import every_way
+from trajpack.kernels.launches import EVERY_WAY
 
 
 def prewarm(step: Callable[[], object]) -> dict[str, int]:
@@ -51,8 +52,10 @@ def prewarm(step: Callable[[], object]) -> dict[str, int]:
         current = torch.device("cuda", torch.cuda.current_device())
         check_not_captured("prewarm", current, "call it before the capture")
     compiled: Counter[str] = Counter()
-    with _compilations_in(compiled) if HAS_TRITON else nullcontext(), every_way():
-        step()
+    context = copy_context()
+    context.run(EVERY_WAY.set, True)
+    with _compilations_in(compiled) if HAS_TRITON else nullcontext():
+        context.run(step)
     if on_device:
         torch.cuda.synchronize()
     return dict(compiled)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
 from contextvars import ContextVar
 from functools import cache
 from typing import Any
@@ -91,25 +90,14 @@ def launch_on(kernel: str, device: int) -> Launch:
     return Launch(block_shape(kernel, architecture), architecture, device)
 
 
-_takes_every_way: ContextVar[bool] = ContextVar("takes_every_way", default=False)
+EVERY_WAY: ContextVar[bool] = ContextVar("every_way", default=False)
+"""Whether launchers take all ways in which they may cut their work, not that of their sizes alone.
+Results are those of the last. So a call of any size compiles the variants for all sizes."""
 
 
 def ways(chosen: bool) -> tuple[bool, ...]:
-    """Return the way that a launcher has chosen by its sizes; within `every_way` both, it last."""
-    return (not chosen, chosen) if _takes_every_way.get() else (chosen,)
-
-
-@contextmanager
-def every_way() -> Iterator[None]:
-    """Launch all ways in which a launcher may cut its work, at any size; results are those of one.
-
-    So all variants of a call are compiled by one call of any size.
-    """
-    before = _takes_every_way.set(True)
-    try:
-        yield
-    finally:
-        _takes_every_way.reset(before)
+    """Return the way that a launcher has chosen by its sizes, behind the other if `EVERY_WAY`."""
+    return (not chosen, chosen) if EVERY_WAY.get() else (chosen,)
 
 
 def cdiv(entries: int, block: int) -> int:

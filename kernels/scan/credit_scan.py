@@ -391,18 +391,15 @@ def _check_chunks(op: str, scan: Scan) -> None:
         check_segments_within(op, "chunks from begins", scanned, scan.num_tokens)
 
 
-def _check_turn_ids(op: str, scan: Scan) -> None:
+def _check_turn_ids(op: str, turn_ids: torch.Tensor, spans: torch.Tensor) -> None:
     """Raise if the values can be read and tokens with a turn are not those of the spans.
 
     The kernel writes the results of spans, and 0 on tokens without a turn. A token that is neither
     keeps what was in memory.
     """
-    assert scan.turn_ids is not None
-    assert scan.spans is not None
-    ids, spans = values_to_check(scan.turn_ids), values_to_check(scan.spans)
-    if ids is None or spans is None:
+    if (ids := values_to_check(turn_ids)) is None:
         return
-    begins, ends = (torch.bincount(one, minlength=len(ids) + 1) for one in spans.unbind(1))
+    begins, ends = (torch.bincount(one, minlength=len(ids) + 1) for one in spans.cpu().unbind(1))
     wrong = ((begins - ends).cumsum(0)[:-1] > 0) != (ids >= 0)
     if wrong.any():
         first = int(wrong.int().argmax())
@@ -419,10 +416,10 @@ def _run(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         check_boundaries(op, scan.cu_seqlens, scan.num_tokens)
     else:
         _check_chunks(op, scan)
+        if impl == "triton" and scan.turn_ids is not None and not scan.by_turn:
+            _check_turn_ids(op, scan.turn_ids, scan.spans)
     if impl == "torch":
         return credit_scan_reference(scan)
-    if scan.turn_ids is not None and not scan.by_turn:
-        _check_turn_ids(op, scan)
     from trajpack.kernels.scan.credit_scan_triton import credit_scan_forward
 
     return credit_scan_forward(scan)

@@ -38,7 +38,7 @@ from trajpack.kernels import (
     segment_sum,
     whiten,
 )
-from trajpack.kernels.launches import every_way
+from trajpack.kernels.launches import EVERY_WAY
 from trajpack.packing.credit.estimators import (
     GAE,
     GRPO,
@@ -224,8 +224,9 @@ def test_launches_of_every_way_change_no_result(lengths: tuple[int, ...], execut
         expected = tensors_of(call("triton"))
         launches = len(executor.launched)
         executor.launched.clear()
-        with every_way():
-            found = tensors_of(call("triton"))
+        before = EVERY_WAY.set(True)
+        found = tensors_of(call("triton"))
+        EVERY_WAY.reset(before)
         assert len(executor.launched) > launches, name
         for part, tensor in found.items():
             assert_same_bits(tensor, expected[part], f"{name}: {part}")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from trajpack.kernels.corrections import importance_weights_triton
 from trajpack.kernels.corrections.importance_weights import (
     IMPORTANCE_METRICS,
     Correction,
@@ -276,6 +277,14 @@ def test_the_op_is_registered_as_torch_wants_it(rule: Correction) -> None:
     tables = [case.cu_seqlens, None, None]
     inputs = ([*case.tokens()], tables, [2, 2], names, [0.5, 2.0, 0.9, 1.1])
     torch.library.opcheck(torch.ops.trajpack.importance_weights, (*inputs, rule.normalize, "torch"))
+
+
+@pytest.mark.parametrize("name", ["MERGED", "MOST_PROGRAMS"])
+def test_more_chunks_and_tiles_than_a_program_has_at_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importance_weights_triton, name, 2)
+    assert_kernels_agree(Case([4 * CHUNK + 5]), Correction(high=1.2, normalize=True))
 
 
 @pytest.mark.parametrize("arch", [80, 90])

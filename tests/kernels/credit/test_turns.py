@@ -145,6 +145,7 @@ SIZES: dict[str, list[list[int]]] = {
     "many": [[3, 1, 4], [1, 5], [9, 0, 2, 6], [5], [3, 5, 8], [9, 7]],
     "more than a tile": [[1500, 900], [], [2500], [0, 17]],
     "the edge of a tile": [[TILE - 2], [1]],
+    "one before the edge of a tile": [[TILE - 1], [1]],
 }
 
 

@@ -22,9 +22,12 @@ from tests.kernels.groups.score_loops import (
 from trajpack.kernels.groups.group_advantages import (
     Baseline,
     Rule,
+    advantages_of,
     group_advantages,
     group_advantages_reference,
+    members_of,
 )
+from trajpack.kernels.groups.group_advantages_triton import LONG
 from trajpack.testing import assert_same_bits
 
 ORACLE = Path(__file__).parents[4] / "shared" / "oracles" / "credit.json.gz"
@@ -412,3 +415,22 @@ def test_wrong_input_is_named(error: type[Exception], match: str, changed: dict[
 def test_wrong_lengths_are_named(error: type[Exception], match: str, lengths: Any) -> None:
     with pytest.raises(error, match=match):
         group_advantages(SCORES, IDS, num_groups=2, baseline="length_weighted", lengths=lengths)
+
+
+@pytest.mark.parametrize("members", [LONG - 1, LONG, LONG + 1])
+def test_a_group_as_large_as_a_small_program_takes(members: int) -> None:
+    ids = (torch.arange(members + 3) >= members).long()
+    scores = torch.linspace(0, 1, members + 3).square()
+    found, exact = (
+        group_advantages(scores, ids, num_groups=2, impl=impl) for impl in ("triton", "torch")
+    )
+    torch.testing.assert_close(found, exact)
+
+
+def test_more_parts_of_the_shares_than_are_added_at_once() -> None:
+    ids, scores = torch.arange(10) % 3, torch.arange(10.0)
+    shares = torch.stack((torch.full((300,), 5), torch.arange(300) % 5), 1).int()
+    rule = Rule("mean", "nonzero", 1, 0.0, "zero")
+    found = advantages_of(scores, members_of(ids, 3, "triton"), rule, impl="triton", shares=shares)
+    means = torch.stack([scores[ids == group].mean() for group in range(3)])
+    torch.testing.assert_close(found, 1500 / int(shares[:, 1].sum()) * (scores - means[ids]))

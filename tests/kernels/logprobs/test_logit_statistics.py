@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import pytest
@@ -115,3 +116,19 @@ def test_pairs_alone_have_the_logits_and_gradients_of_tiles(
     expected = gradients(*one, rates, of_picked, needs=needs, with_mean=False, impl="torch")
     for found, wanted in zip(pair_gradients(*one, of_picked, needs), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_a_pair_at_the_first_column_of_the_next_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_COLUMNS", {"cpu": 1024})
+    pairs = Pairs(torch.tensor([0, 2, 4, 5]).int(), torch.tensor([1024, 0, 1023, 1024, 2047]))
+    one = case(3, 2048)._replace(pairs=pairs)
+    for found, expected in zip(one.run("triton"), one.run("torch"), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_logits_of_minus_infinity_have_no_gradient() -> None:
+    one = case(5, 1100, bias=True)
+    assert one.logits.bias is not None
+    one.logits.bias[3:30] = -math.inf
+    for found, expected in zip(one.run("triton"), one.run("torch"), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, equal_nan=True)

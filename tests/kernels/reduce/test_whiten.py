@@ -556,3 +556,11 @@ def test_two_ranks_whiten_as_one_would(impl: Any) -> None:
             assert together[mask].double().std().item() == pytest.approx(1, rel=1e-6)
         else:
             assert not together.any()
+
+
+@pytest.mark.parametrize("part", [0, 2])
+def test_an_infinity_in_any_part_has_the_moments_of_the_reference(part: int) -> None:
+    x, mask = torch.arange(3.0 * CHUNK), torch.ones(3 * CHUNK, dtype=torch.bool)
+    x[part * CHUNK + 1] = math.inf
+    found, exact = (masked_moments(x, mask, impl=impl) for impl in ("triton", "torch"))
+    torch.testing.assert_close(found, exact, equal_nan=True)

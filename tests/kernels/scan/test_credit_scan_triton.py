@@ -121,6 +121,52 @@ def test_short_segments_that_lie_side_by_side_have_them(kind: str, observation: 
         assert_bits_of_segments_alone(scan._replace(max_seqlen=max(SHORT)))
 
 
+@pytest.mark.parametrize("lengths", [[0, 5, 3, 1], [0, 70, 2, 1, 1, 0], [3, 0, 0, 9, 2]])
+def test_an_empty_segment_may_be_laid_out_first(lengths: list[int]) -> None:
+    """A program takes segments that are short in the mean; one may be longer than a block."""
+    with small_blocks(64):
+        assert_bits_of_segments_alone(scan_of(batch_of(random_masks(lengths)), "gae", "carry"))
+
+
+def test_more_short_segments_than_a_program_has_lanes() -> None:
+    with small_blocks(256):
+        assert_bits_of_segments_alone(scan_of(batch_of(random_masks([1, 2] * 40)), "gae", "carry"))
+
+
+def test_the_longest_walk_has_several_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in (("BLOCK", 8), ("ROW", 8), ("LONGEST_WALK", 32)):
+        monkeypatch.setattr(credit_scan_triton, name, size)
+    lengths = [31, 32, 33, 40, 64]
+    assert_bits_of_segments_alone(scan_of(batch_of(random_masks(lengths)), "gae", "carry"))
+
+
+@pytest.mark.parametrize("slack", [0, 9])
+def test_long_segments_end_with_a_row(slack: int) -> None:
+    lengths = [32, 96, 5, 27, 64]
+    assert_bits_of_segments_alone(scan_of(batch_of(random_masks(lengths)), "gae", "carry", slack))
+
+
+@pytest.mark.parametrize("observation", ["carry", "reset"])
+def test_a_row_may_end_with_context(observation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates and ratios are 1, so that what is left behind by context is not decayed away."""
+    with small_blocks(8):
+        monkeypatch.setattr(credit_scan_triton, "ROW", 8)
+        batch = batch_of(["g" * 16 + ".", "g" * 8 + "." + "g" * 8])
+        scan = scan_of(batch, "vtrace", observation)
+        scan = scan._replace(gammas=None, lams=None, rollout_logprobs=scan.logprobs)
+        assert_bits_of_segments_alone(scan)
+
+
+def test_a_ratio_that_is_nan_is_not_clipped() -> None:
+    batch = batch_of(["ggg.g", "gg"])
+    logprobs = batch.logprobs.clone()
+    logprobs[2] = math.nan
+    scan = scan_of(batch._replace(logprobs=logprobs), "vtrace", "carry")
+    for found, exact in zip(results_of(scan), credit_scan_reference(scan), strict=True):
+        assert exact.isnan().any()
+        assert torch.equal(found.isnan(), exact.isnan())
+
+
 def test_twenty_orders_of_programs_give_the_same_bits() -> None:
     scan = scan_of(batch_of(random_masks([*EDGES, 700])), "gae", "carry")
     first = results_of(scan)
@@ -153,19 +199,21 @@ def test_more_rows_than_are_folded_at_once(kind: str) -> None:
         assert_bits_of_segments_alone(scan_of(batch_of(random_masks(lengths)), kind, "carry"))
 
 
-@pytest.mark.parametrize("longest", [16, 99])
+@pytest.mark.parametrize(("block", "longest"), [(16, 16), (16, 99), (64, 99)])
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 def test_a_state_of_zero_stays_zero_though_decays_overflow(
-    longest: int, monkeypatch: pytest.MonkeyPatch
+    block: int, longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(credit_scan_triton, "LONGEST_WALK", longest)
-    batch = batch_of(["g" * 33])
-    rewards = torch.zeros(33)
+    """From row to row, from block to block, and within a block from lane to lane."""
+    batch = batch_of(["g" * 64])
+    rewards = torch.zeros(64)
     rewards[:3] = torch.tensor([1.0, 2.0, 4.0])
     scan = scan_of(batch._replace(rewards=rewards), "gae", "carry")
     scan = scan._replace(values=None, bootstrap=None, gammas=torch.tensor([1e30]).double())
-    advantages, _ = results_of(scan._replace(lams=None))
-    assert_same_bits(advantages[3:], torch.zeros(30))
+    with small_blocks(block):
+        monkeypatch.setattr(credit_scan_triton, "LONGEST_WALK", longest)
+        advantages, _ = results_of(scan._replace(lams=None))
+    assert_same_bits(advantages[3:], torch.zeros(61))
     assert_same_bits(advantages[1:3], torch.tensor([4e30, 4.0]))
 
 

@@ -221,6 +221,16 @@ def test_vtrace_equals_the_loop(observation: str, impl: str) -> None:
         assert_rounds(rows, numbers)
 
 
+def test_a_reward_that_is_nan_is_not_clipped() -> None:
+    case = case_of()
+    rewards = case.scan.turn_rewards.clone()
+    rewards[0] = math.nan
+    scan = case.scan._replace(turn_rewards=rewards, limits=Limits(reward_clip=0.75))
+    found, exact = (credit_scan(scan, "gae", impl)[0].isnan() for impl in ("triton", "torch"))
+    assert exact.any()
+    assert torch.equal(found, exact)
+
+
 @pytest.mark.parametrize("clamp", [math.inf, 0.5])
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_rewards_are_clipped_and_penalised_by_kl(estimator: str, clamp: float, impl: str) -> None:

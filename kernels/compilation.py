@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from contextvars import copy_context
 from typing import Any
 
 import torch
@@ -19,8 +18,8 @@ def prewarm(step: Callable[[], object]) -> dict[str, int]:
 
     Triton compiles a variant of a kernel at the first launch with new dtypes, options or optional
     inputs. That takes about a second, and is refused while a CUDA graph is captured. `prewarm`
-    calls ``step`` once, and lets every operator launch the kernels of all sizes, so later calls
-    compile nothing, whatever their sizes.
+    calls ``step`` once, and meanwhile lets every operator launch the kernels of all sizes, in other
+    threads too. So later calls compile nothing, whatever their sizes.
 
     Args:
         step: ``step()`` does what a training step does with the library, on the device of the
@@ -52,18 +51,16 @@ def prewarm(step: Callable[[], object]) -> dict[str, int]:
         current = torch.device("cuda", torch.cuda.current_device())
         check_not_captured("prewarm", current, "call it before the capture")
     compiled: Counter[str] = Counter()
-    context = copy_context()
-    context.run(EVERY_WAY.set, True)
-    with _compilations_in(compiled) if HAS_TRITON else nullcontext():
-        context.run(step)
+    with _every_variant(compiled) if HAS_TRITON else nullcontext():
+        step()
     if on_device:
         torch.cuda.synchronize()
     return dict(compiled)
 
 
 @contextmanager
-def _compilations_in(compiled: Counter[str]) -> Iterator[None]:
-    """Count in ``compiled`` what Triton compiles, by name of the kernel."""
+def _every_variant(compiled: Counter[str]) -> Iterator[None]:
+    """Launch kernels of all sizes; count in ``compiled`` what Triton compiles, by name."""
     from triton import knobs
 
     before = knobs.runtime.jit_post_compile_hook
@@ -73,7 +70,9 @@ def _compilations_in(compiled: Counter[str]) -> Iterator[None]:
         return None if before is None else before(fn=fn, **compilation)
 
     knobs.runtime.jit_post_compile_hook = count
+    EVERY_WAY.set()
     try:
         yield
     finally:
+        EVERY_WAY.clear()
         knobs.runtime.jit_post_compile_hook = before

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from contextvars import ContextVar
 from functools import cache
+from threading import Event
 from typing import Any
 
 import torch
@@ -90,14 +90,17 @@ def launch_on(kernel: str, device: int) -> Launch:
     return Launch(block_shape(kernel, architecture), architecture, device)
 
 
-EVERY_WAY: ContextVar[bool] = ContextVar("every_way", default=False)
-"""Whether launchers take all ways in which they may cut their work, not that of their sizes alone.
-Results are those of the last. So a call of any size compiles the variants for all sizes."""
+EVERY_WAY = Event()
+"""While it is set, launchers of all threads take every way in which they may cut their work, not
+that of their sizes alone. Autograd runs ``backward`` in threads of its own on a device."""
 
 
 def ways(chosen: bool) -> tuple[bool, ...]:
-    """Return the way that a launcher has chosen by its sizes, behind the other if `EVERY_WAY`."""
-    return (not chosen, chosen) if EVERY_WAY.get() else (chosen,)
+    """Return the way that a launcher chose by its sizes; with `EVERY_WAY`, the other one before it.
+
+    So a call with entries compiles the variants for all sizes, and its results do not change.
+    """
+    return (not chosen, chosen) if EVERY_WAY.is_set() else (chosen,)
 
 
 def cdiv(entries: int, block: int) -> int:

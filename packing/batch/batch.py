@@ -327,8 +327,8 @@ class PackedBatch(LabelMethods, LogprobMethods):
         tensor holds it. This method records ``stream`` for all memory of the batch: the one
         allocation of the per-token fields, the one of all tables and the token stream, extra
         fields, returns, advantages, and what metrics are made from. ``record_stream`` on a tensor
-        covers its allocation alone. Call it last: what the packing stream makes later, such as the
-        advantages of another batch, has memory of its own.
+        covers its allocation alone. Call this method on the batch that the other stream reads,
+        after `with_advantages`: a batch with advantages is another batch, with memory of its own.
 
         Make the other stream wait for the packing before: ``stream.wait_stream(packing)``.
         ``docs/devices.md`` has an example.

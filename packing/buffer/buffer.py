@@ -481,7 +481,7 @@ def lazy_columns(
     sequences = slice(counts.sequences)
     lengths = tables.seqlens.rows[sequences], tables.generated_lens.rows[sequences]
     lens = dict(zip(("seqlens", "generated_lens"), lengths, strict=True))
-    values = tables.value_lens.rows[sequences]
+    ragged, values = tables.ragged, tables.value_lens.rows[sequences]
 
     def table(name: str) -> torch.Tensor:
         number, addend = TABLE_ROWS[name]
@@ -496,7 +496,7 @@ def lazy_columns(
         **dict.fromkeys(LABELS, of_labels),
         **dict.fromkeys(lens, lambda name: tuple(lens[name].tolist())),
         "runs": lambda name: region.table(name, counts.spans + 1),
-        "value_lens": lambda _: by_field(tables.ragged, values),
+        "value_lens": lambda _: by_field(ragged, values),
         "num_groups": lambda _: counts.groups,
         "longest": lambda _: counts.longest,
     }

@@ -313,10 +313,10 @@ def _of_tokens(batch: PackedBatch, estimator: TokenEstimator, inputs: Inputs, im
 def _of_turns(batch: PackedBatch, estimator: Estimator, impl: str) -> Credit:
     """Take the turns' returns as advantages."""
     values, returns = batch.turn_returns, _returns(batch, impl)
-    if estimator.truncated == "keep":
-        return Credit(values, batch.cu_generated.diff, returns, are_shared=True)
-    valid = _members(batch, impl).valid[batch.group_order.owners]
-    values = torch.where(valid, values, 0.0)
+    valid = None
+    if estimator.truncated != "keep":
+        valid = _members(batch, impl).valid[batch.group_order.owners]
+        values = torch.where(valid, values, 0.0)
     counts = partial(_counts_of_turns, batch, valid)
     return Credit(values, counts, returns, are_shared=True)
 
@@ -351,6 +351,7 @@ def _of_groups(batch: PackedBatch, estimator: GroupEstimator, inputs: Inputs, im
         counts = partial(_counts, members.lengths, valid)
         return Credit(values, counts, returns, are_shared=True, place=owners)
     assert inputs.state_ids is not None
+    of_turns = None if valid is None else valid[owners]
     are_few = (longest or batch.num_turns) <= MOST_COMPARED
     for compares in ways(are_few) if impl == "triton" else (False,):
         if compares:
@@ -363,10 +364,10 @@ def _of_groups(batch: PackedBatch, estimator: GroupEstimator, inputs: Inputs, im
             batch.turn_returns,
             by_state,
             rule,
-            valid=None if valid is None else valid[owners],
+            valid=of_turns,
             impl=impl,
         )
-    counts = partial(_counts_of_turns, batch, None if valid is None else valid[owners])
+    counts = partial(_counts_of_turns, batch, of_turns)
     return Credit(
         values, counts, returns, are_shared=True, place=owners, steps=steps,
         weight=float(estimator.step_weight),

@@ -62,9 +62,9 @@ def moved(batch: M, move: Callable[[torch.Tensor], torch.Tensor]) -> M:
 def record_storages(values: Iterable[Any], stream: torch.Stream) -> None:
     """Call ``record_stream`` once for each storage in some values, where their device has streams.
 
-    Values are tensors, named tuples of them, functions of ``partial`` that have them as arguments,
-    and objects with ``parts``; others have no tensors. The caching allocator counts by storage: a
-    view of the same memory needs no call.
+    Values are tensors, named tuples of them, functions of ``partial`` that have them as positional
+    arguments, and objects with ``parts``; tensors in others are not found. The caching allocator
+    counts by storage: a view of the same memory needs no call.
     """
     tensors = (tensor for value in values for tensor in _tensors_in(value))
     by_storage = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import cache, partial
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,7 @@ RAGGED += ((0, 0), (1,) * 520, (1,) * 4100, ())
 700; those of others are in groups of 4. The last has one trajectory of 4,100 turns."""
 
 
+TRITON = {"impl": "triton"}
 Step = Callable[[TrajectoryBuffer], object]
 
 
@@ -216,7 +218,9 @@ CUT = {"discounted_returns", "gae, masked, longest known", "segment_sum", "white
 
 
 @pytest.mark.parametrize("lengths", [(3, 1, 40), (4100, 5000)], ids=["short", "long"])
-def test_launches_of_every_way_change_no_result(lengths: tuple[int, ...], executor: Any) -> None:
+def test_launches_of_every_way_change_no_result(
+    lengths: tuple[int, ...], executor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = {name: call for name, call in every_call(Drawn(np.array(lengths))) if name in CUT}
     assert calls.keys() == CUT
     for name, call in calls.items():
@@ -224,9 +228,9 @@ def test_launches_of_every_way_change_no_result(lengths: tuple[int, ...], execut
         expected = tensors_of(call("triton"))
         launches = len(executor.launched)
         executor.launched.clear()
-        before = EVERY_WAY.set(True)
+        monkeypatch.setattr(EVERY_WAY, "is_set", lambda: True)
         found = tensors_of(call("triton"))
-        EVERY_WAY.reset(before)
+        monkeypatch.undo()
         assert len(executor.launched) > launches, name
         for part, tensor in found.items():
             assert_same_bits(tensor, expected[part], f"{name}: {part}")
@@ -243,6 +247,21 @@ def test_what_was_compiled_is_counted(executor: Any) -> None:
     for size in (3, 16, 9_008):
         assert prewarm(partial(step, size)) == {}
     assert triton.knobs.runtime.jit_post_compile_hook is hook
+
+
+def test_kernels_that_another_thread_launches_are_compiled_too(executor: Any) -> None:
+    """On a device autograd runs ``backward`` in threads of its own."""
+
+    def step() -> None:
+        segments = torch.tensor([0, 2], dtype=torch.int32)
+        thread = Thread(target=segment_sum, args=(torch.ones(2), segments), kwargs=TRITON)
+        thread.start()
+        thread.join()
+
+    executor.device = 7_000_002
+    compiled = prewarm(step)
+    assert {name.rpartition(".")[2] for name in compiled} >= {"chunk_partials_kernel"}
+    assert not EVERY_WAY.is_set()
 
 
 def test_a_capture_is_too_late(monkeypatch: Any) -> None:

@@ -30,6 +30,7 @@ from trajpack.packing.micro_batches import micro_batch
 
 FIELDS = [TokenField("values", torch.float32), TokenField("experts", torch.uint8, (2,))]
 NAMES = [field.name for field in dataclasses.fields(PackedBatch)]
+STATES = torch.zeros(10, dtype=torch.int64, device="meta")
 STREAM = object()
 """Stands in for a stream, which is handed on and no more."""
 
@@ -124,6 +125,14 @@ def credited(estimator, **inputs):
     return lambda: packed().with_advantages(estimator, **inputs)
 
 
+def with_metrics_of_another():
+    """A batch that shares its metrics with one of which they were read."""
+    first = credited(GRPO())()
+    second = first.replaced(is_known=True)
+    _ = first.metrics
+    return second
+
+
 def copied():
     """A batch without what packing knows; the order of its groups is made, and has memory."""
     batch = copy.deepcopy(packed())
@@ -135,22 +144,26 @@ def copied():
 @pytest.mark.parametrize("make", [
     credited(GRPO()),
     credited(GRPO(truncated="mask")),
-    credited(GiGPO(), state_ids=torch.zeros(10, dtype=torch.int64, device="meta")),
+    credited(GiGPO(), state_ids=STATES),
+    credited(GiGPO(truncated="mask"), state_ids=STATES),
     credited(ReinforcePlusPlusBaseline()),
     credited(TurnReturns(whiten=True)),
     credited(TurnReturns(truncated="mask")),
     lambda: packed().with_advantages(GAE(whiten=True), values=torch.zeros(125, device="meta")),
+    credited(GAE(truncated="mask"), values=torch.zeros(125, device="meta")),
     lambda: credited(GRPO())().replaced(is_known=True),
+    with_metrics_of_another,
     copied,
 ], ids=[
-    "GRPO", "GRPO, mask", "GiGPO", "whitened groups", "whitened turns", "turns, mask",
-    "whitened tokens", "replaced", "copied",
+    "GRPO", "GRPO, mask", "GiGPO", "GiGPO, mask", "whitened groups", "whitened turns",
+    "turns, mask", "whitened tokens", "tokens, mask", "replaced", "metrics of another", "copied",
 ])  # fmt: skip
 def test_what_a_reader_reads_is_recorded(make, recorded):
     batch = make()
     batch.record_stream(STREAM)
     with Reads() as reads:
-        _ = batch.metrics
+        if batch.metric_names:
+            batch.metrics.clone()
         batch.loss_weights("prompt_mean")
         batch.importance_weights(batch.rollout_logprobs, Correction.tis(), per="turn")
     assert reads.found - reads.made <= set(recorded)

@@ -1,4 +1,4 @@
-"""Rows further than an int32 counts units: the last programs of a large grid are run alone.
+"""Rows further than an int32 counts bytes: the last programs of a large grid are run alone.
 
 Memory that no program touches is never mapped.
 """
@@ -14,6 +14,7 @@ import torch
 from tests.ptx.executor import on_executor
 from trajpack.kernels.fields.gather_fields_triton import gather_fields_kernel
 from trajpack.kernels.launches import Launch, launch_on
+from trajpack.kernels.rearrange.pad_triton import pad_kernel, unpad_kernel
 from trajpack.kernels.rearrange.select_tokens_triton import select_tokens_kernel
 from trajpack.kernels.runs import RUN_WIDTH, Run
 
@@ -44,8 +45,32 @@ def select(launch: Launch, words: torch.Tensor, out: torch.Tensor) -> None:
     )  # fmt: skip
 
 
+BOUNDS = torch.tensor([0, TOKENS], dtype=torch.int32)
+"""One sequence, of rows of units of a byte, without padding."""
+
+
+def pad(launch: Launch, words: torch.Tensor, out: torch.Tensor) -> None:
+    launch(
+        pad_kernel, PROGRAMS, words.view(torch.int8), BOUNDS, out.view(torch.int8), TOKENS, 1,
+        TOKENS, 0, WIDTH, WIDTH, 0, 0, PER_UNIT=1, BLOCK=launch.block,
+    )  # fmt: skip
+
+
+def unpad(launch: Launch, words: torch.Tensor, out: torch.Tensor) -> None:
+    launch(
+        unpad_kernel, PROGRAMS, words.view(torch.int8), BOUNDS, out.view(torch.int8), TOKENS, 1,
+        TOKENS, 0, WIDTH, TOKENS * WIDTH, WIDTH, PER_UNIT=1, BLOCK=launch.block,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("kernel", "move"), [("gather_fields_kernel", gather), ("select_tokens_kernel", select)]
+    ("kernel", "move"),
+    [
+        ("gather_fields_kernel", gather),
+        ("select_tokens_kernel", select),
+        ("pad_kernel, elements of 1", pad),
+        ("unpad_kernel, elements of 1", unpad),
+    ],
 )
 def test_rows_behind_two_billion_bytes_are_moved_right(
     kernel: str, move: Callable[..., None]

@@ -322,8 +322,7 @@ class TrajectoryBuffer:
         ready |= {"layout": layout, "num_generated": state.num_generated}
         lazy = lazy_columns(region, self._labels, self._tables, counts=counts)
         if self.device.type == "cpu":  # later calls write to the memory of the tables
-            kept = [*TABLE_ROWS, *["runs"] * (chosen == "triton")]
-            ready |= {name: lazy.pop(name)(name).clone() for name in kept}
+            ready |= {name: lazy.pop(name)(name).clone() for name in (*TABLE_ROWS, "runs")}
         return PackedBatch.with_lazy_columns(ready, lazy | later)
 
     def pack_tree(

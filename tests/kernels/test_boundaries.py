@@ -326,3 +326,24 @@ def test_the_environment_asks_for_it(given, reads, monkeypatch):
             environment.setenv("TRAJPACK_CHECK", given)
         assert importlib.reload(validation).READS_DEVICE is reads
     importlib.reload(validation)
+
+
+def test_nothing_is_read_while_a_graph_is_captured(monkeypatch):
+    class OnDevice:
+        __torch_dispatch__ = torch.Tensor.__torch_dispatch__
+        device, is_cuda = torch.device("cuda"), True
+
+        def cpu(self):
+            return "values"
+
+    monkeypatch.setattr(validation, "READS_DEVICE", True)
+    for capturing, expected in ((False, "values"), (True, None)):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=capturing: now)
+        assert values_to_check(OnDevice()) == expected
+
+
+def test_steps_that_wrap_around_are_refused():
+    bounds = torch.tensor([0, 2**31 - 1, -2, 4], dtype=torch.int32)  # no step of int32 is negative
+    assert (bounds.diff() >= 0).all()
+    with pytest.raises(ValueError, match="cu_seqlens must go from 0 to num_tokens 4"):
+        kernels.gae(torch.zeros(4), torch.zeros(4), bounds)

@@ -160,3 +160,21 @@ def test_a_compiler_sees_an_op() -> None:
     found = torch.compile(reduce, backend=backend, fullgraph=True)(torch.arange(5.0))
     assert found.tolist() == [1.0, 9.0]
     assert any("segment_reduce" in name for name in seen), seen
+
+
+def test_under_vmap_torch_takes_part(dispatched: list[str]) -> None:
+    """No argument says so: a tensor that is mapped is a plain one."""
+    found = torch.func.vmap(reduce)(torch.arange(10.0).view(2, 5))
+    assert found.tolist() == [[1.0, 9.0], [11.0, 24.0]]
+    assert dispatched[0] == "segment_reduce"
+
+
+@pytest.mark.parametrize("odd", [
+    torch.zeros(2, dtype=torch.complex64).conj(), torch.zeros(2).to_sparse(),
+    torch.zeros(2, requires_grad=True), torch.zeros(2, device="meta"),
+])  # fmt: skip
+def test_odd_tensors_are_noticed_in_lists_too(odd: torch.Tensor) -> None:
+    plain = torch.zeros(2)
+    assert not dispatch._concern_dispatcher((plain, [plain, plain], 1, None))
+    for arguments in ((plain, odd), ([plain, odd], plain, 1), ((odd,), None)):
+        assert dispatch._concern_dispatcher(arguments)

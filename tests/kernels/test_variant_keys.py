@@ -53,8 +53,8 @@ USUAL = (FLOATS, MORE, 7, 9, 0.5, True, (7, FLOATS), (1, "a"))
 TENSORS = [FLOATS.to(dtype) for dtype in (torch.int32, torch.float64, torch.int8)]
 NUMBERS = [0, 1, 2, 16, -1, -16, 2**31 - 1, 2**31, 2**31 + 16, -(2**31), -(2**31) - 1, 2**63]
 OTHERS: list[list[Any]] = [
-    [*TENSORS, FLOATS[1:], FLOATS[4:], torch.nn.Parameter(FLOATS)],
-    [None, *TENSORS, FLOATS[1:]],
+    [*TENSORS, FLOATS[1:], FLOATS[2:], FLOATS[4:], torch.nn.Parameter(FLOATS)],
+    [None, *TENSORS, FLOATS[1:], FLOATS[2:]],
     NUMBERS,
     NUMBERS,
     [1.0, 16.0, -0.0, float("inf")],
@@ -188,3 +188,14 @@ def test_so_it_is_with_other_versions(version: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout
     assert "1 passed" in done.stdout
+
+
+def test_what_is_compiled_in_the_background_is_asked_for_again(
+    launched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(many_kinds_kernel, "run", lambda *_, **__: asked.append(1) or object())
+    launch = new_launch()
+    for _ in range(2):
+        launch(many_kinds_kernel, 1, *USUAL)
+    assert len(asked) == 2

@@ -292,3 +292,26 @@ def test_versions_follow_the_spans_or_the_start_version():
     assert batch.policy_versions.tolist() == [-1, 4, 6, 6, -1, 4, 4, 4]
     assert batch.turn_version_start.tolist() == [4, 4]
     assert batch.turn_version_end.tolist() == [6, 6]
+
+
+def test_a_region_that_is_too_small_is_not_taken_again(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    staging = Staging(torch.device("cpu"), COLUMNS)
+    staging.region.copies = [Copy()]
+    staging.clear(1)  # the first region is in flight, and small
+    staging.reserve(100_000, 5000, words_used=0)
+    staging.region.copies = [Copy()]
+    staging.clear(5000)
+    assert len(staging.region.stream) >= 100_000, "room for as much"
+    assert all(len(table) >= 5000 for table in staging.reserve(0, 5000, words_used=0).values())
+
+
+def test_both_regions_give_up_rows_that_are_not_used(monkeypatch):
+    """A copy takes the unused rows along."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    staging = Staging(torch.device("cpu"), COLUMNS)
+    staging.reserve(100_000, 5000, words_used=0)
+    for rows in (5000, 20, 20, 20):
+        staging.region.copies = [Copy()]
+        staging.clear(rows)
+    assert [staging.region.num_rows, staging._spare.num_rows] == [32, 32]

@@ -186,3 +186,31 @@ def test_one_trajectory_is_not_a_list(call):
     said = r"expected a list of Trajectory, got one Trajectory; write pack\(\[trajectory\]\)"
     with pytest.raises(TypeError, match=said):
         call(Trajectory("a", [Turn([1], [2], [0.0])]))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_batch_keeps_its_lengths_when_the_buffer_packs_another_layout(layout):
+    rng = np.random.default_rng(0)
+    given = [random_trajectory(rng, str(i), num_turns=3, prompt=(1, 9)) for i in range(9)]
+    buffer = TrajectoryBuffer(device="cpu")
+    buffer.extend(given)
+    batch = buffer.pack(layout)  # its lengths are asked for at the end
+    buffer.pack("turns" if layout == "merged" else "merged")
+    plain = pack(given, layout, device="cpu")
+    assert batch.seqlens == plain.seqlens
+    assert batch.generated_lens == plain.generated_lens
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_a_batch_keeps_its_runs_when_the_buffer_is_filled_again(impl, executor):
+    given, others = (
+        [Trajectory(name, [Turn([1] * context, ids, [-0.5] * len(ids))]) for name in "ab"]
+        for context, ids in ((2, [3, 4]), (1, [3, 4, 5]))
+    )
+    buffer = TrajectoryBuffer(device="cpu", capacity=100)
+    buffer.extend(given)
+    batch = buffer.pack(impl=impl)
+    buffer.clear()
+    buffer.extend(others)
+    buffer.pack()
+    assert torch.equal(batch.run_table, pack(given, device="cpu", impl=impl).run_table)

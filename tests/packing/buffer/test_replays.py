@@ -1,6 +1,8 @@
 """Static batches and packs in CUDA graphs: no host memory is written while a copy may read it."""
 
+import gc
 import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -249,3 +251,26 @@ def test_what_copies_from_memory_of_one_call_is_not_captured(static, device, mon
     for call, op in calls.items():
         with device.capturing(), pytest.raises(RuntimeError, match=f"^{op}: cannot be captured"):
             call()
+
+
+def test_memory_that_a_graph_reads_lives_as_long_as_the_buffer(device):
+    staging = Staging(torch.device("cpu"), columns_for(()))
+    staging.device = CUDA
+    staging.reserve(5, 1, words_used=0)
+    with device.capturing():
+        staging.send(5)
+    captured = weakref.ref(staging.region)
+    for _ in range(2):
+        staging.clear(1)
+        staging.reserve(5, 1, words_used=0)
+    gc.collect()
+    assert captured() is not None, "a replay reads it"
+    assert captured() is not staging.region
+
+
+def test_a_capture_needs_a_run_of_its_own_implementation(static, device):
+    static._ran = {"triton"}  # the other one is not compiled
+    refused = pytest.raises(RuntimeError, match=r"first StaticBatch\.run with impl='torch'.*before")
+    with device.capturing() as graph, refused:
+        static.run("torch")
+    assert not graph.steps

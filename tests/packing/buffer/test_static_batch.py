@@ -222,3 +222,29 @@ def test_prefix_breaks_of_a_padded_batch_are_not_counted():
     static = StaticBatch(capacity=40, max_turns=8, device="cpu")
     assert filled(trajectories).pack_into(static, "merged").num_prefix_breaks is None
     assert static.unpadded().num_prefix_breaks == pack(trajectories).num_prefix_breaks
+
+
+def test_a_static_batch_has_room_for_the_gaps_between_rows():
+    """Rows of each call begin at a multiple of 16 bytes."""
+    field = TokenField("v", torch.uint8, generated_only=False)
+    buffer = TrajectoryBuffer(device="cpu", fields=[field])
+    for i in range(9):
+        rows = {"v": np.array([i] * 3, np.uint8)}
+        buffer.add(Trajectory(str(i), [Turn([1], [2, 3], [0.0, 0.0], fields=rows)]))
+    static = StaticBatch(capacity=27, max_turns=9, device="cpu", fields=[field])
+    batch = buffer.pack_into(static)
+    assert batch.fields["v"].tolist() == [i for i in range(9) for _ in range(3)]
+
+
+def test_what_the_host_knows_of_a_batch_is_of_its_own_fill():
+    second, first = two_batches()
+    static = StaticBatch(capacity=40, max_turns=8, device="cpu")
+    buffer, plain = filled(first), pack(first, device="cpu")
+    batch = buffer.pack_into(static)  # its host values are asked for at the end
+    buffer.extend(second)
+    static.fill(buffer, "turns")
+    static.fill(filled(second[::-1]), "turns")
+    for name in ("num_generated", "num_groups", "ids", "groups", "turn_discounts", "layout"):
+        assert getattr(batch, name) == getattr(plain, name), name
+    assert batch.seqlens[: len(plain)] == plain.seqlens
+    assert sum(batch.seqlens) == 40

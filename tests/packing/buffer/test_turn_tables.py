@@ -220,3 +220,30 @@ def test_members_are_ordered_by_group_however_adds_and_packs_alternate(groups: s
     owners = order.owners.long()
     assert owners.tolist() == [0, 1, 1, 2, 3, 3, 4]
     assert torch.equal(order.turns.long(), trajectories[owners].argsort(stable=True))
+
+
+@pytest.mark.parametrize("groups", ["aaaab", "abbbb", "ababa", "abcde", "aaabc"])
+def test_the_largest_group_is_known_however_adds_and_packs_alternate(groups):
+    """A kernel for large groups is launched by it."""
+    buffer = TrajectoryBuffer(device="cpu")
+    for index, group in enumerate(groups):
+        buffer.add(Trajectory(str(index), [Turn([1], [2], [0.0])], group=group))
+        largest = max(groups[: index + 1].count(one) for one in groups)
+        assert buffer.pack().longest.group == largest
+
+
+def test_more_groups_than_16_bits_number_are_ordered():
+    buffer, count = TrajectoryBuffer(device="cpu"), (1 << 16) + 3
+    turn = [Turn([1], [2], [0.0])]
+    buffer.extend(Trajectory("a", turn, group=str(i)) for i in [*range(count), 0])
+    order = buffer.pack().group_order
+    assert order.trajectories.tolist() == [0, count, *range(1, count)]
+    assert order.turns.tolist() == order.trajectories.tolist()
+
+
+def test_the_longest_trajectory_is_known_however_the_buffer_is_filled():
+    buffer = TrajectoryBuffer(device="cpu")
+    for count in (2, 5, 3, 1):
+        buffer.add(Trajectory(str(count), [Turn([1], [2], [0.0])] * count))
+        buffer.pack()
+    assert buffer._state.counts.most_turns == 5

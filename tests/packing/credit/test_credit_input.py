@@ -1,5 +1,6 @@
 """Wrong input to estimators and to `with_advantages`: what is said about it."""
 
+import copy
 import re
 
 import pytest
@@ -13,14 +14,18 @@ from trajpack import (
     KLPenalty,
     MaxRL,
     PassAtK,
+    StaticBatch,
     Trajectory,
+    TrajectoryBuffer,
     Turn,
     TurnGAE,
     TurnReturns,
     VTrace,
     pack,
 )
+from trajpack.packing.credit import advantages
 from trajpack.packing.credit.estimators import GroupEstimator, ReinforcePlusPlus, TokenEstimator
+from trajpack.testing import assert_same_bits
 
 KL = KLPenalty(0.1)
 TOKENS = torch.zeros(5)
@@ -190,3 +195,46 @@ def test_a_bound_is_a_number(make):
 def test_estimators_cannot_be_changed(name):
     with pytest.raises(AttributeError):
         EVERY[name].truncated = "mask"
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_a_column_of_a_table_is_an_input(impl, executor):
+    given = [Trajectory(n, [Turn([1], [2, 3, 4], [-0.5] * 3, 1.0)], group="g") for n in "ab"]
+    batch = pack(given, device="cpu")
+    values, scores = torch.arange(16.0).view(8, 2), torch.arange(4.0).view(2, 2)
+    for estimator, name, x in ((GAE(lam=0.9), "values", values), (GRPO(), "scores", scores)):
+        columns = x[:, 1], x[:, 1].clone()
+        one, other = (batch.with_advantages(estimator, **{name: c}, impl=impl) for c in columns)
+        assert_same_bits(one.advantages, other.advantages)
+
+
+@pytest.fixture
+def bounds(monkeypatch):
+    """Longest segments that the kernels are told of; they choose launches by these."""
+    found = []
+    for name in ("advantages_of", "credit_scan"):
+        real = getattr(advantages, name)
+
+        def noted(first, second, *more, real=real, **named):
+            found.append(second.longest if "impl" in named else first.max_seqlen)
+            return real(first, second, *more, **named)
+
+        monkeypatch.setattr(advantages, name, noted)
+    return found
+
+
+def test_what_a_fill_holds_bounds_no_replay(bounds):
+    buffer = TrajectoryBuffer(device="cpu")
+    buffer.extend(Trajectory(n, [Turn([1], [2], [-0.5], 1.0)], group="g") for n in "ab")
+    batch = buffer.pack_into(StaticBatch(20, 9, device="cpu"))
+    batch.with_advantages(GRPO())
+    batch.with_advantages(GAE(), batch.rollout_logprobs)
+    assert bounds == [None, None]
+
+
+def test_a_trajectory_of_a_copy_is_no_longer_than_its_only_sequence(bounds):
+    turns = [Turn([1], [2], [-0.5]), Turn([9], [8, 7, 6], [-0.5] * 3)]
+    for given in (turns, turns[:1]):
+        batch = copy.deepcopy(pack([Trajectory("a", given)], device="cpu"))
+        batch.with_advantages(GAE(), batch.rollout_logprobs)
+    assert bounds == [None, 2]

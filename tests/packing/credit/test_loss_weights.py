@@ -207,3 +207,14 @@ def test_weights_of_a_static_batch_take_no_count_of_the_host():
     expected = batch.loss_weights("token_mean")
     object.__setattr__(batch, "num_generated", 1)
     assert_same_bits(batch.loss_weights("token_mean"), expected)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean_token_mean"])
+def test_weights_follow_a_mask_that_was_written_to(aggregation):
+    batch = pack([Trajectory(n, [Turn([1], [2, 3, 4], [-0.5] * 3)]) for n in "ab"], device="cpu")
+    mask = torch.arange(batch.num_tokens) != 1
+    expected = batch.narrow(mask).loss_weights(aggregation)
+    batch.loss_mask.logical_and_(mask)
+    assert torch.equal(batch.loss_weights(aggregation), expected)
+    assert expected[1] == 0
+    assert batch.loss_denominator("token_mean").item() == 5

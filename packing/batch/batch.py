@@ -111,7 +111,7 @@ class _MadeOnce:
 
     @property
     def parts(self) -> tuple[Any, Any]:
-        """What the field is made from, and the field."""
+        """The function that makes the field, and the field once it is made."""
         return self._make, self._made
 
 

@@ -478,8 +478,10 @@ def lazy_columns(
 ) -> dict[str, Callable[[str], Any]]:
     """Return functions that make the tables and host values of a batch at first access, by name."""
     sequences = slice(counts.sequences)
-    lengths = tables.seqlens.rows[sequences], tables.generated_lens.rows[sequences]
-    lens = dict(zip(("seqlens", "generated_lens"), lengths, strict=True))
+    lengths = {
+        "seqlens": tables.seqlens.rows[sequences],
+        "generated_lens": tables.generated_lens.rows[sequences],
+    }
     ragged, values = tables.ragged, tables.value_lens.rows[sequences]
 
     def table(name: str) -> torch.Tensor:
@@ -493,7 +495,7 @@ def lazy_columns(
     return {
         **dict.fromkeys(TABLE_ROWS, table),
         **dict.fromkeys(LABELS, of_labels),
-        **dict.fromkeys(lens, lambda name: tuple(lens[name].tolist())),
+        **dict.fromkeys(lengths, lambda name: tuple(lengths[name].tolist())),
         "runs": lambda name: region.table(name, counts.spans + 1),
         "value_lens": lambda _: by_field(ragged, values),
         "num_groups": lambda _: counts.groups,

@@ -360,13 +360,7 @@ def _of_groups(batch: PackedBatch, estimator: GroupEstimator, inputs: Inputs, im
         else:
             pairs = number_pairs(batch.group_ids[owners], inputs.state_ids)
             by_state = members_of(pairs, batch.num_turns, impl)
-        steps = advantages_of(
-            batch.turn_returns,
-            by_state,
-            rule,
-            valid=of_turns,
-            impl=impl,
-        )
+        steps = advantages_of(batch.turn_returns, by_state, rule, valid=of_turns, impl=impl)
     counts = partial(_counts_of_turns, batch, of_turns)
     return Credit(
         values, counts, returns, are_shared=True, place=owners, steps=steps,

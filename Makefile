@@ -104,8 +104,12 @@ hub-kernels: environment ## Write the kernels to build/hub, in the layout of Hug
 WORKERS ?= 4
 
 .PHONY: test
-test: $(TEST_STAMP) ## Run every test that needs no GPU
-	$(BIN)/python -m pytest -q -n $(WORKERS) --timeout 1000 -m "not gpu and not engines and not variants"
+test: $(TEST_STAMP) ## Run the tests that need no GPU; `make test-slow` has more cases
+	$(BIN)/python -m pytest -q -n $(WORKERS) --timeout 1000 -m "not (gpu or engines or variants or slow)"
+
+.PHONY: test-slow
+test-slow: $(TEST_STAMP) ## Run what `make test` leaves out: tests of seconds, and cases of values that it has elsewhere
+	$(BIN)/python -m pytest -q -n $(WORKERS) --timeout 1000 -m "slow and not (gpu or engines or variants)"
 
 .PHONY: attacks
 attacks: $(TEST_STAMP) ## Run all kills, flips, fuzzing and escapes, twenty times as many as `make test`

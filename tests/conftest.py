@@ -17,6 +17,7 @@ import torch
 
 from tests.ptx.tensors import freeze_objects
 from tests.support import dealing
+from tests.support.slow import mark_repeats
 from tests.support.warm_programs import WarmPrograms
 
 try:
@@ -60,8 +61,10 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TRITON_CACHE_DIR"] = str(kept)
 
 
+@pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     dealing.refuse_a_second_cluster(items)
+    mark_repeats(items)
     if torch.cuda.is_available():
         return
     for item in items:

@@ -23,6 +23,7 @@ from transformers import AutoTokenizer
 
 import trajpack
 from tests.commands.command import Done, call, refusal, signal_before
+from tests.support.slow import slow
 from tests.support.warm_programs import WarmPrograms
 from trajpack import PackedBatch, Trajectory, Turn, pack
 from trajpack.agent.agents.answer_log import AnswerLog
@@ -419,6 +420,7 @@ for module in sys.argv[2:]:
 """
 
 
+@pytest.mark.slow
 def test_a_missing_package_is_named_with_what_to_install(tmp_path: Path) -> None:
     modules = ["anyio", "math_verify"]
     done = subprocess.run(
@@ -602,7 +604,7 @@ ROLLOUT = "trajpack rollout --num-prompts 1 --turns 1 --max-new-tokens 8 --out b
 @pytest.mark.parametrize(
     ("streams", "status", "is_fresh"),
     [
-        (">&- 2>&- <&-", 0, True),  # an interpreter starts without any
+        slow(">&- 2>&- <&-", 0, True),  # an interpreter starts without any
         ("> result 2> /dev/full", 0, False),
         ("2>&1 | head -1", 0, False),
         ("> /dev/full", 2, False),

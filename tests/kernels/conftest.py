@@ -26,19 +26,29 @@ OTHERS = Path(__file__).with_name("triton_versions.txt").read_text().split()
 VERSIONS = list(dict.fromkeys([INSTALLED, *OTHERS]))
 """Versions of Triton that the kernels are compiled with: the installed one first."""
 TARGETS = ("90", "80", "gfx942")
-BUILDS = [(INSTALLED, target) for target in TARGETS]
-BUILDS += [(version, "90") for version in VERSIONS if version != INSTALLED]
-"""Versions and targets of all tests of compiled code. The installed version compiles every variant
-for sm_90, with ``--full`` for every target. Other builds hold the demanding variants."""
-USUAL = [(INSTALLED, "90"), (INSTALLED, "gfx942"), (OTHERS[0], "90")]
-"""Builds of `make test`; `make variants` has all."""
-CHOSEN = [one if one in USUAL else pytest.param(one, marks=pytest.mark.variants) for one in BUILDS]
+BUILDS = {
+    (OTHERS[0], "90", "demanding"): pytest.mark.slow,
+    (OTHERS[1], "90", "demanding"): pytest.mark.variants,
+    (INSTALLED, "gfx942", "demanding"): pytest.mark.slow,
+    (INSTALLED, "gfx942", "every"): pytest.mark.variants,
+    (INSTALLED, "80", "every"): pytest.mark.variants,
+    (INSTALLED, "90", "every"): pytest.mark.slow,
+    (INSTALLED, "90", "demanding"): (),
+}
+"""Builds of the kernels: version of Triton, target, and whether ``every`` variant is compiled or
+the ``demanding`` ones. Of `make test` is the last, of `make test-slow` and `make variants` the
+others."""
+
+
+def _builds_for(targets: tuple[str, ...]) -> list[Any]:
+    return [
+        pytest.param(build, marks=marks) for build, marks in BUILDS.items() if build[1] in targets
+    ]
 
 
 def builds(*targets: str) -> pytest.MarkDecorator:
     """Run a test once for each build for one of these targets."""
-    pairs = zip(BUILDS, CHOSEN, strict=True)
-    chosen = [one for build, one in pairs if build[1] in targets]
+    chosen = _builds_for(targets)
     return pytest.mark.parametrize("compiled", chosen, indirect=True, ids="-".join)
 
 
@@ -63,11 +73,11 @@ def _fresh_compiler() -> Iterator[None]:
 class CompiledKernels:
     """Measurements by ``compile_kernels.py`` for one build."""
 
-    def __init__(self, version: str, target: str, *, full: bool, measured: dict[str, Any]) -> None:
-        self.version, self.target, self.measured = version, target, measured
-        self.is_complete = _has_every_variant(version, target, full)
-        self.is_nvidia = target != "gfx942"
-        self.all = [found for found in measured["variants"] if found["target"] == target]
+    def __init__(self, build: tuple[str, str, str], measured: dict[str, Any]) -> None:
+        self.version, self.target, variants = build
+        self.measured, self.is_complete = measured, variants == "every"
+        self.is_nvidia = self.target != "gfx942"
+        self.all = [found for found in measured["variants"] if found["target"] == self.target]
         for variant in self.all:
             for accesses in ("stores", "loads"):
                 by_width = variant[accesses].items()
@@ -83,7 +93,7 @@ class CompiledKernels:
         return found
 
 
-@pytest.fixture(scope="session", params=CHOSEN, ids="-".join)
+@pytest.fixture(scope="session", params=_builds_for(TARGETS), ids="-".join)
 def compiled(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> CompiledKernels:
@@ -93,34 +103,28 @@ def compiled(
     session asks for, two at a time. Triton's cache is kept between sessions; ``--cache-clear``
     empties it.
     """
-    version, target = request.param
-    _skip_without(version)
+    _skip_without(request.param[0])
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
-    results, full = folder / "compiled_kernels.json", request.config.getoption("--full")
+    results = folder / "compiled_kernels.json"
     with FileLock(results.with_suffix(".lock")):
         if not results.exists():
             calls = (getattr(item, "callspec", None) for item in request.session.items)
             wanted = {call.params.get("compiled") for call in calls if call is not None}
             chosen = [build for build in BUILDS if build in wanted and _has_triton(build[0])]
             caches = {build[0]: _cache_of(request.config, folder, build[0]) for build in chosen}
-            results.write_text(json.dumps(_compile_all(chosen, caches, full)))
+            results.write_text(json.dumps(_compile_all(chosen, caches)))
     measured = json.loads(results.read_text())["-".join(request.param)]
-    return CompiledKernels(version, target, full=full, measured=measured)
-
-
-def _has_every_variant(version: str, target: str, full: bool) -> bool:
-    return version == INSTALLED and (full or target == "90")
+    return CompiledKernels(request.param, measured)
 
 
 def _compile_all(
-    chosen: list[tuple[str, str]], caches: dict[str, Path], full: bool
+    chosen: list[tuple[str, str, str]], caches: dict[str, Path]
 ) -> dict[str, dict[str, Any]]:
     """Compile builds with the same version and variants in one process each."""
     targets: dict[tuple[str, str], list[str]] = {}
-    for version, target in chosen:
-        variants = "every" if _has_every_variant(version, target, full) else "demanding"
+    for version, target, variants in chosen:
         targets.setdefault((version, variants), []).append(target)
 
     def measure(part: tuple[str, str]) -> dict[str, Any]:
@@ -128,11 +132,7 @@ def _compile_all(
 
     with ThreadPoolExecutor(max_workers=2) as pool:
         measured = dict(zip(targets, pool.map(measure, targets), strict=True))
-    return {
-        f"{version}-{target}": measured[version, variants]
-        for (version, variants), of_part in targets.items()
-        for target in of_part
-    }
+    return {"-".join(build): measured[build[0], build[2]] for build in chosen}
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.kernels.conftest import INSTALLED, builds
+from tests.kernels.conftest import builds
 from trajpack import PackedBatch, Trajectory, TrajectoryBuffer, Turn
 from trajpack.kernels.fields.build import TOKEN_BYTES
 from trajpack.kernels.runs import TILE
@@ -106,7 +106,7 @@ def test_the_launchers_read_no_value(compiled: Any) -> None:
     assert sum(on_meta["launches"].values()) >= on_meta["launchers"] > 0
 
 
-@pytest.mark.parametrize("compiled", [(INSTALLED, "90")], indirect=True, ids="-".join)
+@builds("90")
 def test_padding_and_gathering_are_one_launch_each(compiled: Any) -> None:
     launches = compiled["launches_on_meta"]["launches"]
     kernels = ("pad_kernel", "unpad_kernel", "gather_words_kernel", "gather_fields_kernel")

@@ -172,6 +172,7 @@ def test_a_version_of_triton_that_is_not_known_is_left_alone(
     assert len(searches) == times
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", OTHER_VERSIONS)
 def test_so_it_is_with_other_versions(version: str, tmp_path: Path) -> None:
     folder = folder_of(version)

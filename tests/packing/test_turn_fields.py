@@ -86,6 +86,7 @@ def forms(tmp_path_factory):
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attribute", NEW)
 def test_a_row_of_the_table_adds_a_number_everywhere(forms, attribute):
     *_, value = NEW[attribute]

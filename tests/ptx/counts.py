@@ -51,8 +51,8 @@ COMPARED: dict[str, float | None] = {
 INTRODUCTION = """# Memory traffic of the kernels
 
 The numbers are counted by executing the PTX that Triton {version} compiles for sm_{arch} on CPU
-tensors (`tests/ptx/`). No GPU took part. `make test` fails when a number becomes worse by more than
-a tenth. `PYTHONPATH=src python -m tests.ptx.counts` writes this page.
+tensors (`tests/ptx/`). No GPU took part. `make test-slow` fails when a number becomes worse by
+more than a tenth. `PYTHONPATH=src python -m tests.ptx.counts` writes this page.
 
 The workloads are small copies of those of the benchmarks: A has {A} sequences of 50 to 4,000
 tokens, B {B} of 32,768, C {C} of 1 to 64. Instructions are PTX instructions of a warp times 32.

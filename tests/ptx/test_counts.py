@@ -14,6 +14,7 @@ from tests.ptx.executor import on_executor
 from tests.ptx.machine_code import loads_in_flight
 
 
+@pytest.mark.slow
 def test_no_kernel_does_a_tenth_more_than_it_did() -> None:
     known, found = json.loads(counts.COUNTS.read_text()), counts.count()
     assert found.keys() == known.keys(), counts.__doc__

@@ -22,6 +22,7 @@ BUILDS = [
 """The other tests run the installed version for sm_90."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("version", "arch"), BUILDS)
 def test_every_kernel_runs_as_this_version_compiles_it(version: str, arch: str) -> None:
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]

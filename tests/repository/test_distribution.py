@@ -133,6 +133,7 @@ def test_the_first_example_runs_with_the_core_alone(core: Path, tmp_path: Path) 
     run(core / "python", "-P", "-W", "error", "-c", code, cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_the_demonstration_needs_its_extra_and_no_more(built: Path, tmp_path: Path) -> None:
     needed = required("demo")
     assert not needed & (DEVELOPMENT | {"ray", "trl", "matplotlib", "reasoning-gym"})
@@ -167,7 +168,7 @@ def test_the_publishing_workflow_holds_no_secret_and_tests_before_it_builds() ->
     assert jobs["publish"]["permissions"] == {"id-token": "write", "attestations": "write"}
     assert jobs["publish"]["needs"] == "build"
     makes = [step["run"] for step in jobs["build"]["steps"] if "make " in step.get("run", "")]
-    assert makes == ["make check test", "make dist"]
+    assert makes == ["make check test test-slow", "make dist"]
 
 
 def test_a_release_with_placeholders_or_another_version_is_refused(tmp_path: Path) -> None:

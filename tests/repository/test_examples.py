@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.slow import slow
+
 ROOT = Path(__file__).parents[2]
 BLOCKS = runpy.run_path(str(ROOT / "docs" / "site" / "blocks.py"))
 MODULES = sorted(
@@ -26,6 +28,7 @@ PAGES = [
 ]
 RUN_ELSEWHERE = {"ray_training.py": "tests/agent/ray/test_training_example.py"}
 SCRIPTS = [path for path in sorted(ROOT.glob("examples/*.py")) if path.name not in RUN_ELSEWHERE]
+SLOW = {"grpo.py", "sft.py"}
 SHORTER = {"grpo.py": ["2"]}
 """Arguments that make a script end sooner."""
 WARM = {"calculator.py", "grpo.py", "rewritten_history.py", "trl_grpo.py"}
@@ -66,7 +69,11 @@ def test_each_python_block_of_a_page_runs_alone(page, tmp_path, monkeypatch):
     assert not runner.failures
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+@pytest.mark.parametrize(
+    "script",
+    [slow(path) if path.name in SLOW else path for path in SCRIPTS],
+    ids=lambda script: script.name,
+)
 def test_example_scripts_run(script, tmp_path, warm_programs):
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     fresh = [sys.executable, "-W", "error"]

@@ -16,6 +16,7 @@ import torch
 from benchmarks import device_checks, hardware, machine, predictions
 from benchmarks.hardware import Part, run_all
 from tests.ptx import calls
+from tests.support.slow import slow_behind
 
 HANGS = "import subprocess; subprocess.run(['sleep', '1000'])"
 """Its child holds the pipe, too."""
@@ -180,6 +181,7 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.slow
 def test_shares_of_a_part_make_one_file(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     assert device_checks.main(["copies", str(file), "--rehearse", "--shares", "2"]) == 0
@@ -187,12 +189,13 @@ def test_shares_of_a_part_make_one_file(tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == [file]
 
 
-@pytest.mark.parametrize("part", ["copies", "kernels", "sync", "graphs", "dense"])
+@pytest.mark.parametrize("part", slow_behind(4, ["copies", "sync", "graphs", "dense", "kernels"]))
 def test_a_part_is_rehearsed_on_the_executor(part: str, tmp_path: Path) -> None:
     assert device_checks.main([part, str(tmp_path / "rows.json"), "--rehearse"]) == 0
     assert {row["outcome"] for row in rows_of(tmp_path / "rows.json")} == {"passed"}
 
 
+@pytest.mark.slow
 def test_parts_that_time_are_rehearsed_with_the_runner(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -88,6 +88,7 @@ def test_the_layout_is_a_package_of_its_own(layout: Path) -> None:
     assert loaded(BY_PATH, layout) == "same"
 
 
+@pytest.mark.slow
 def test_the_package_of_hugging_face_loads_the_layout(
     layout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

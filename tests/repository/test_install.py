@@ -130,6 +130,7 @@ def test_the_versions_are_those_of_the_project(fresh: Path) -> None:
     assert said.startswith(f"{NEEDED}; no-such-python does not run here: make install PYTHON=")
 
 
+@pytest.mark.slow
 def test_a_wrong_python_is_refused_in_one_sentence(
     wrong_pythons: dict[str, str], fresh: Path
 ) -> None:
@@ -159,6 +160,7 @@ def test_a_python_without_what_makes_environments_is_refused(
     )
 
 
+@pytest.mark.slow
 def test_after_a_refusal_a_good_python_makes_the_environment(
     copy: Path, quick_python: Path
 ) -> None:
@@ -244,6 +246,7 @@ def test_an_environment_that_works_is_not_installed_again(installed: Path) -> No
     assert (installed / ".venv/.installed").stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_a_python_that_is_asked_for_in_vain_is_refused(installed: Path) -> None:
     assert refusal(installed, "no-such-python").startswith(f"{NEEDED}; no-such-python ")
     major, minor, micro = sys.version_info[:3]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -42,8 +42,18 @@ class Interruption:
         """Print ``text`` on the first signal, and let the command finish."""
         self._stop = partial(say, text)
 
-    async def run(self, work: Awaitable[None], *, on_stop: Callable[[], None], saving: str) -> None:
-        """Await ``work``; the first signal calls ``on_stop`` and cancels it, later ones `save`."""
+    async def run(
+        self, work: Coroutine[Any, Any, None], *, on_stop: Callable[[], None], saving: str
+    ) -> None:
+        """Await ``work``; the first signal calls ``on_stop`` and cancels it, later ones `save`.
+
+        Raises:
+            KeyboardInterrupt: A signal came before. Its own exception was lost where Python or a
+                package ignores exceptions, as in finalizers and some imports.
+        """
+        if self.status is not None:
+            work.close()
+            raise KeyboardInterrupt
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
 

@@ -142,6 +142,7 @@ def test_nothing_is_lost_and_nothing_is_doubled(tmp_path: Path, capsys: Any) -> 
     assert set(threading.enumerate()) <= before[1]
 
 
+@pytest.mark.slow
 @pytest.mark.attack
 def test_thousands_of_episodes_at_once_survive_every_fault(tries: Callable[[int], int]) -> None:
     """Several seeds, 5,000 attempts in flight at the same time."""
@@ -172,6 +173,7 @@ def test_the_same_seed_gives_the_same_figures_in_any_company() -> None:
     assert first != once(2, 64)
 
 
+@pytest.mark.slow
 def test_memory_is_flat() -> None:
     """An episode that leaves anything behind leaves a block of memory at least.
 

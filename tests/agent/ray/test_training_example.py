@@ -76,6 +76,7 @@ class OneRank:
         yield self.folder / str(len(self.reported) - 1)
 
 
+@pytest.mark.slow
 @needs_ray
 def test_the_loop_trains_and_goes_on_from_its_checkpoint(
     cluster: None, example: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -97,6 +97,7 @@ def numbers(result: EpisodeResult) -> list[tuple[int, int]]:
     ]
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_loading_weights_costs_nothing_and_the_next_has_those_of_now(
     loop, workers, scripted
 ):
@@ -261,6 +262,7 @@ def test_weights_wait_for_the_requests_in_flight_where_the_engine_cannot(
     assert loop.run(roll_out()) == expected
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_is_given_up_and_its_episodes_are_redone(loop, workers):
     async def roll_out() -> list[EpisodeResult]:
         results = []

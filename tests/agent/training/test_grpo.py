@@ -38,6 +38,7 @@ def learn(training: Training) -> list[StepRecord]:
     return records
 
 
+@pytest.mark.slow
 def test_the_share_of_right_answers_rises_from_a_third_to_two_thirds() -> None:
     training = Training(TrainSettings(num_steps=18, seed=0))
     losses = list(training.warm_up())

@@ -115,7 +115,8 @@ def much_of(measured: list[dict[str, Any]]) -> dict[str, list[int]]:
     }
 
 
-@pytest.mark.parametrize("compiled", [(INSTALLED, "90")], indirect=True, ids="-".join)
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", [(INSTALLED, "90", "every")], indirect=True, ids="-".join)
 def test_some_scans_spill_a_few_words_at_most(compiled: Any) -> None:
     assert compiled["scans"]
     assert much_of(compiled["scans"]) == {}

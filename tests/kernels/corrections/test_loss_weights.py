@@ -188,6 +188,7 @@ def test_the_work_of_a_program_is_bounded_where_each_entry_is_a_sequence(each: i
     assert report.warp_instructions < 800 * report.programs
 
 
+@pytest.mark.slow
 def test_many_sequences_of_a_tile_give_the_bits_of_the_reference_in_any_order() -> None:
     """Of a tile of 256 tokens up to 256 sequences, some of them seen by every tile."""
     draw = torch.Generator().manual_seed(3)

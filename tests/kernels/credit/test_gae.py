@@ -23,6 +23,7 @@ from tests.kernels.credit.token_loops import (
     gae_of,
     small_blocks,
 )
+from tests.support.slow import slow_behind
 from trajpack.kernels.credit.gae import gae, td_lambda
 from trajpack.testing import assert_same_bits, boundaries
 
@@ -31,7 +32,10 @@ OF_OTHERS = ("carry", "carry_drop", "compact", "multiply")
 """Choices in which no value of a token that was not generated counts."""
 DTYPES = pytest.mark.parametrize(
     ("observation", "dtype"),
-    [*((observation, torch.float32) for observation in OBSERVATIONS), ("carry", torch.float64)],
+    slow_behind(
+        4,
+        [("carry", torch.float64), *((observation, torch.float32) for observation in OBSERVATIONS)],
+    ),
 )
 """Each choice, and each type: numbers are converted as they are loaded."""
 
@@ -56,6 +60,7 @@ def test_it_equals_the_loop(observation: Any, dtype: torch.dtype, impl: Any) -> 
         assert_rounds(actual, exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("observation", OBSERVATIONS)
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 33])
 def test_it_is_a_matrix_of_powers_where_all_was_generated(
@@ -153,6 +158,7 @@ def test_no_reward_of_an_observation_counts_where_it_is_lost(observation: Any, i
         assert_same_bits(actual, expected)
 
 
+@pytest.mark.slow
 def test_one_rate_is_the_same_rate_for_each(impl: Any) -> None:
     batch = batch_of(MASKS)
     count = len(MASKS)

@@ -141,6 +141,7 @@ def test_an_invalid_member_changes_no_other(impl: Any, baseline: Any) -> None:
     assert_same_bits(found[valid], group_advantages(scores[valid], ids[valid], **kept, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [0.1, -3e30])
 @pytest.mark.parametrize(("baseline", "scale"), COMBINATIONS)
 def test_a_group_of_one_score_gets_exactly_zero(

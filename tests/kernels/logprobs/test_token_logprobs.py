@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.slow import slow, slow_behind
 from trajpack.kernels import token_logprobs, topk_kl
 from trajpack.kernels.logprobs import logit_statistics, pair_logits, token_logprobs as module
 from trajpack.testing import assert_same_bits
@@ -146,7 +147,7 @@ def test_a_target_that_was_not_allowed_is_impossible() -> None:
     assert found[1:].isfinite().all()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_behind(3, NAMES[::-1]))
 def test_gradients_equal_differences(name: str) -> None:
     case = Case(5, 20)
     for row, tokens in enumerate(case.allowed):
@@ -251,7 +252,7 @@ def test_the_tail_of_a_certain_model_is_exact_and_has_a_gradient() -> None:
     assert torch.autograd.grad(found.sum(), hidden)[0][0, 0].item() == pytest.approx(20)
 
 
-@pytest.mark.parametrize("direction", ["forward", "reverse"])
+@pytest.mark.parametrize("direction", ["forward", slow("reverse")])
 def test_divergence_from_a_teacher(direction: Any) -> None:
     case = Case(9, 20)
     boundaries, tokens = case.support
@@ -390,6 +391,7 @@ def test_all_logits_are_never_in_memory(device: str) -> None:
     assert largest.elements == vocabulary * width  # the gradient of the weight
 
 
+@pytest.mark.slow
 def test_a_call_and_its_gradients_allocate_nothing_larger_than_the_head() -> None:
     case = Case(64, 1200, torch.float32)
     case.targets = torch.stack([one[0] if len(one) else one.new_tensor(3) for one in case.allowed])

@@ -129,6 +129,7 @@ def damaged(content: bytes, rng: np.random.Generator) -> bytes:
     return bytes(changed)
 
 
+@pytest.mark.slow
 @pytest.mark.attack
 def test_files_changed_in_single_values_are_refused_or_can_be_used(
     contents: list[bytes], path: Path, tries: Callable[[int], int]

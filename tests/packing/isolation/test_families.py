@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import re
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from tests.packing.isolation.tiny_models import (
     tiny_model_with_pictures,
 )
 from tests.packing.micro_batches.micro_batch_loops import ALIGNMENTS
+from tests.support.slow import slow_behind
 from trajpack import StaticBatch, Trajectory, TrajectoryBuffer, Turn, pack
 from trajpack.packing.adapters.huggingface import check_isolation
 
@@ -99,7 +101,8 @@ def pytest_generate_tests(metafunc):
         alike = {}
         for family, row in TABLE.items():
             alike.setdefault(str(row), []).append(family)
-        metafunc.parametrize("family", [one for some in alike.values() for one in some[:most]])
+        families = [slow_behind(1, some[:most]) for some in alike.values()]
+        metafunc.parametrize("family", [*chain.from_iterable(families)])
 
 
 @pytest.mark.attack

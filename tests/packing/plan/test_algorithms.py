@@ -29,6 +29,7 @@ DRAWS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mix", MIXES)
 def test_a_hundred_thousand_lengths_are_planned_in_no_time(mix):
     """A limit that no loop over lengths and micro-batches keeps, on however slow a machine."""
@@ -108,6 +109,7 @@ def compare(ours, theirs):
     return int((ours > theirs + 1e-12).sum()), ours.mean(), theirs.mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draw", DRAWS)
 def test_balance_is_not_behind_verls_with_any_number_or_equal_numbers(draw):
     """100 cases of each distribution; the method is verl's, restated."""

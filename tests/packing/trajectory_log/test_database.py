@@ -26,6 +26,7 @@ from tests.packing.trajectory_log.log_cases import (
     write,
 )
 from tests.packing.trajectory_log.sqlite_calls import needs_sqlite_calls
+from tests.support.slow import slow
 from trajpack import Trajectory, Turn
 from trajpack.packing.trajectory_log.log import TrajectoryLog
 from trajpack.packing.trajectory_log.options import DamagedLogError, LogOptions
@@ -240,9 +241,9 @@ FILE_CHANGES = (
 @pytest.mark.parametrize(
     ("shape", "check", "changes", "full"),
     [
-        ("small", assert_read_right, (flip,), 5648),
+        slow("small", assert_read_right, (flip,), 5648),
         ("deep", assert_read_right, (flip,), 100),
-        ("small", assert_append_keeps, (flip,), 1854),
+        slow("small", assert_append_keeps, (flip,), 1854),
         ("deep", assert_append_keeps, (flip,), 60),
         ("small", assert_read_right, (flip_header,), 800),
         ("small", assert_append_keeps, (flip_header,), 800),

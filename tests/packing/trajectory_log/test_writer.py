@@ -237,6 +237,7 @@ with TrajectoryLog.open(sys.argv[1], options=BY_HAND) as log:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
 def test_a_flush_synchronises_the_journal_before_the_file_and_the_file_before_it_ends(tmp_path):
     """SQLite does that itself; this shows that it was asked to."""

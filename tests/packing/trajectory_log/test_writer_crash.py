@@ -141,6 +141,7 @@ def test_a_writer_killed_before_any_step_keeps_flushed_episodes(memory_path, vic
     assert 0 < ended < steps / 2  # else there are more steps than were tried, or hardly any
 
 
+@pytest.mark.slow
 def test_a_log_is_locked_until_its_writer_is_dead(tmp_path, victims):
     victims.start(tmp_path, seed=0, episodes=3, linger=True)
     while " " not in (said := victims.expect("opened", "flushed", "child")):

@@ -11,6 +11,7 @@ from torch.nn.attention import flex_attention
 from transformers import AutoConfig, AutoModelForCausalLM, modeling_flash_attention_utils as flash
 
 from tests.packing.isolation.tiny_models import VOCABULARY, tiny_model
+from tests.support.slow import slow, slow_behind
 from trajpack import GRPO, Trajectory, TreeBatch, Turn, pack_tree
 from trajpack.packing.adapters.huggingface import (
     LMHead,
@@ -171,13 +172,11 @@ def distance(got, want):
         (torch.float64, 1e-10, "trajpack_tree, path"),
         (torch.float64, 1e-10, "trajpack_tree, flex"),
         (torch.float64, 1e-10, "sdpa"),
-        (torch.float32, 1e-6, "trajpack_tree, mask"),
-        (torch.float32, 1e-6, "trajpack_tree, path"),
-        (torch.float32, 1e-6, "trajpack_tree, flex"),
         (torch.float32, 1e-6, "eager"),  # its softmax is float32 in every model
+        *(slow(torch.float32, 1e-6, f"trajpack_tree, {path}") for path in ("mask", "path", "flex")),
     ],
 )
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("family", slow_behind(1, ["qwen3", "llama"]))
 def test_log_probabilities_and_gradients_are_those_of_separate_rows(
     family, dtype, tolerance, attention
 ):
@@ -239,6 +238,7 @@ def test_paths_that_gather_keys_give_the_gradients_of_separate_rows(family, dtyp
         assert distance(gradients(model, LOSSES[name](tree, batch)), want) <= tolerance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["mask", "path", "flex"])
 def test_a_label_a_row_gives_the_log_probabilities_and_gradients_of_separate_rows(backend):
     trajectories = branching()
@@ -331,8 +331,8 @@ def test_layers_share_one_attention_that_lives_as_long_as_the_inputs():
         ("llama", "sdpa"),
         ("qwen3", "eager"),
         ("llama", "eager"),
-        ("qwen3", "flex_attention"),
-        ("llama", "flex_attention"),
+        slow("qwen3", "flex_attention"),
+        slow("llama", "flex_attention"),
     ],
 )
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 40])
@@ -388,6 +388,7 @@ def compiled_calls(model):
     yield model
 
 
+@pytest.mark.slow
 def test_compiled_models_are_checked_and_compute_the_tree():
     model, batch = tiny_model("qwen3"), pack_tree(branching())
     model.set_attn_implementation("trajpack_tree")
@@ -488,7 +489,7 @@ def test_the_host_takes_paths_or_one_mask_and_a_backend_can_be_forced():
 
 
 @pytest.mark.usefixtures("gathering")
-@pytest.mark.parametrize("backend", ["mask", "path", "flex"])
+@pytest.mark.parametrize("backend", ["mask", "path", slow("flex")])
 def test_a_token_moves_the_logits_of_its_subtree_alone(backend):
     """I10."""
     batch = pack_tree(larger())

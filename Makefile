@@ -104,20 +104,21 @@ hub-kernels: environment ## Write the kernels to build/hub, in the layout of Hug
 WORKERS ?= 4
 
 .PHONY: test
-test: $(TEST_STAMP) ## Run the tests that need no GPU; `make test-slow` has more cases
+test: $(TEST_STAMP) ## Run the quicker part of the tests that need no GPU
 	$(BIN)/python -m pytest -q -n $(WORKERS) --timeout 1000 -m "not (gpu or engines or variants or slow)"
 
 .PHONY: test-slow
-test-slow: $(TEST_STAMP) ## Run what `make test` leaves out: tests of seconds, and cases of values that it has elsewhere
+test-slow: $(TEST_STAMP) ## Run the other tests that need no GPU: slow ones, and further combinations of parameters
 	$(BIN)/python -m pytest -q -n $(WORKERS) --timeout 1000 -m "slow and not (gpu or engines or variants)"
 
 .PHONY: attacks
-attacks: $(TEST_STAMP) ## Run all kills, flips, fuzzing and escapes, twenty times as many as `make test`
+attacks: $(TEST_STAMP) ## Run all kills, flips, fuzzing and escapes, twenty times as many as `make test` and `make test-slow`
 	$(BIN)/python -m pytest -q -n $(WORKERS) --timeout 7200 --full -m attack
 
 .PHONY: variants
 variants: $(TEST_STAMP) ## Compile every variant of the kernels for every target, of the scans with every Triton; half an hour
-	$(BIN)/python -m pytest -q --timeout 14400 --full tests/kernels/compiled tests/ptx/test_versions.py
+	$(BIN)/python -m pytest -q --timeout 14400 --full tests/kernels/compiled \
+		tests/kernels/test_launches.py tests/kernels/rearrange/test_micro_batch_launches.py tests/ptx/test_versions.py
 
 # a server pins versions of its own, so it lives in an environment of its own
 VLLM := $(VENV)/engines/vllm

@@ -17,7 +17,7 @@ import torch
 
 from tests.ptx.tensors import freeze_objects
 from tests.support import dealing
-from tests.support.slow import mark_repeats
+from tests.support.slow import leave_out_repeated_values
 from tests.support.warm_programs import WarmPrograms
 
 try:
@@ -64,7 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     dealing.refuse_a_second_cluster(items)
-    mark_repeats(items)
+    leave_out_repeated_values(items)
     if torch.cuda.is_available():
         return
     for item in items:

@@ -34,7 +34,7 @@ from benchmarks.workloads import (
     single_turns,
 )
 from tests.benchmarks.contest_cases import LENGTHS, SMALL, contest, results_of, says
-from tests.support.slow import slow_behind
+from tests.support.slow import slow_after
 
 # --- the contest
 
@@ -228,7 +228,7 @@ def test_everybody_who_packs_trees_passes_the_check(workload):
     assert [entry.contender for entry in entries if not entry.best] == []
 
 
-@pytest.mark.parametrize("workload", slow_behind(2, [*bench_tree_model.WORKLOADS][::-1]))
+@pytest.mark.parametrize("workload", slow_after(2, [*bench_tree_model.WORKLOADS][::-1]))
 def test_every_way_of_computing_a_tree_gives_the_gradients_of_rows(workload):
     held, entrants, facts = bench_tree_model.contest(workload, 0.1)
     record = as_record(held, race(replace(held, rounds=1), entrants))

@@ -25,19 +25,20 @@ COMPILED = Path(__file__).with_name("compiled")
 OTHERS = Path(__file__).with_name("triton_versions.txt").read_text().split()
 VERSIONS = list(dict.fromkeys([INSTALLED, *OTHERS]))
 """Versions of Triton that the kernels are compiled with: the installed one first."""
+OLDEST, NEWEST = OTHERS
 TARGETS = ("90", "80", "gfx942")
 BUILDS = {
-    (OTHERS[0], "90", "demanding"): pytest.mark.slow,
-    (OTHERS[1], "90", "demanding"): pytest.mark.variants,
-    (INSTALLED, "gfx942", "demanding"): pytest.mark.slow,
-    (INSTALLED, "gfx942", "every"): pytest.mark.variants,
-    (INSTALLED, "80", "every"): pytest.mark.variants,
     (INSTALLED, "90", "every"): pytest.mark.slow,
+    (INSTALLED, "80", "every"): pytest.mark.variants,
+    (INSTALLED, "gfx942", "every"): pytest.mark.variants,
+    (INSTALLED, "gfx942", "demanding"): pytest.mark.slow,
+    (OLDEST, "90", "demanding"): pytest.mark.slow,
+    (NEWEST, "90", "demanding"): pytest.mark.variants,
     (INSTALLED, "90", "demanding"): (),
 }
 """Builds of the kernels: version of Triton, target, and whether ``every`` variant is compiled or
-the ``demanding`` ones. Of `make test` is the last, of `make test-slow` and `make variants` the
-others."""
+the ``demanding`` ones. `make test` has the last, `make test-slow` those that are marked slow, and
+`make variants` all. Builds that take longest begin first."""
 
 
 def _builds_for(targets: tuple[str, ...]) -> list[Any]:

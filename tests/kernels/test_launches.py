@@ -102,7 +102,7 @@ def test_ragged_sizes_share_the_compiled_variants(compiled: Any) -> None:
 
 @builds("90")
 def test_the_launchers_read_no_value(compiled: Any) -> None:
-    on_meta = compiled["launches_on_meta"]  # every launcher ran on tensors that have none
+    on_meta = compiled["launches_on_meta"]  # every launch of the build ran on tensors without
     assert sum(on_meta["launches"].values()) >= on_meta["launchers"] > 0
 
 

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.conftest import INSTALLED, OTHERS, folder_of
+from tests.kernels.conftest import INSTALLED, NEWEST, OLDEST, folder_of
 
 ROOT = Path(__file__).parents[2]
-OLDEST, NEWEST = OTHERS
 BUILDS = [
     (OLDEST, "sm_80"),
     (NEWEST, "sm_90"),

@@ -16,7 +16,7 @@ import torch
 from benchmarks import device_checks, hardware, machine, predictions
 from benchmarks.hardware import Part, run_all
 from tests.ptx import calls
-from tests.support.slow import slow_behind
+from tests.support.slow import slow_after
 
 HANGS = "import subprocess; subprocess.run(['sleep', '1000'])"
 """Its child holds the pipe, too."""
@@ -189,7 +189,7 @@ def test_shares_of_a_part_make_one_file(tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == [file]
 
 
-@pytest.mark.parametrize("part", slow_behind(4, ["copies", "sync", "graphs", "dense", "kernels"]))
+@pytest.mark.parametrize("part", slow_after(4, ["copies", "sync", "graphs", "dense", "kernels"]))
 def test_a_part_is_rehearsed_on_the_executor(part: str, tmp_path: Path) -> None:
     assert device_checks.main([part, str(tmp_path / "rows.json"), "--rehearse"]) == 0
     assert {row["outcome"] for row in rows_of(tmp_path / "rows.json")} == {"passed"}

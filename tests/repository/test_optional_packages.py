@@ -15,7 +15,7 @@ import pytest
 
 import trajpack
 from tests.repository.test_architecture import PRODUCT, ROOT, imports_at_run_time, tree_of
-from tests.support.slow import slow_behind
+from tests.support.slow import slow_after
 from trajpack.packing.optional import BROUGHT_BY, explained, require
 
 OF_CORE = {"jinja2", "pydantic"}
@@ -132,7 +132,7 @@ print(json.dumps([found, *shown]))
 LACKING = "No module named 'transformers': install trajpack[agent]"
 
 
-@pytest.mark.parametrize("hide", slow_behind(1, [REFUSE, HIDE]), ids=["refused", "hidden"])
+@pytest.mark.parametrize("hide", slow_after(1, [REFUSE, HIDE]), ids=["refused", "hidden"])
 def test_without_extras_packing_works_and_the_rest_names_what_to_install(
     hide: str, tmp_path: Path
 ) -> None:

@@ -32,7 +32,7 @@ LONGEST = (
 )
 """Files that take longest begin first, so that no worker ends long after the others.
 
-What `test_compiled.py` compiles, and what `test_counts.py` does, other files find in a cache later.
+What `test_counts.py` compiles, other files find in a cache later.
 The cluster starts behind them: beside four compilers its workers start too slowly.
 """
 

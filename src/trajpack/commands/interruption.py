@@ -42,18 +42,23 @@ class Interruption:
         """Print ``text`` on the first signal, and let the command finish."""
         self._stop = partial(say, text)
 
+    def check(self) -> None:
+        """Raise a KeyboardInterrupt if a signal came.
+
+        The one that the signal raised may be lost: Python ignores exceptions in finalizers, and
+        some packages catch all of them while they are imported.
+        """
+        if self.status is not None:
+            raise KeyboardInterrupt
+
     async def run(
         self, work: Coroutine[Any, Any, None], *, on_stop: Callable[[], None], saving: str
     ) -> None:
         """Await ``work``; the first signal calls ``on_stop`` and cancels it, later ones `save`.
 
         Raises:
-            KeyboardInterrupt: A signal came before. Its own exception was lost where Python or a
-                package ignores exceptions, as in finalizers and some imports.
+            KeyboardInterrupt: A signal came before, see `check`; ``work`` does not begin.
         """
-        if self.status is not None:
-            work.close()
-            raise KeyboardInterrupt
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
 
@@ -63,10 +68,12 @@ class Interruption:
 
         self._stop = partial(loop.call_soon_threadsafe, stop)
         try:
+            self.check()
             await work
         except asyncio.CancelledError:
             pass  # by the signal
         finally:
+            work.close()
             self.save(saving)
 
     def _take(self, number: int, frame: FrameType | None) -> None:

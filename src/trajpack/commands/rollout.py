@@ -130,6 +130,7 @@ def _run_episodes(
     interruption: Interruption,
 ) -> tuple[EpisodeBoard, list[EpisodeResult]]:
     """Run the episodes that the log does not have; return the board and all results."""
+    interruption.check()
     episodes: list[EpisodeResult] = []
     finished = frozenset[str]() if log is None else log.finished
     num_left = prepared.num_episodes - len(finished)

@@ -80,6 +80,7 @@ def _train_and_write(
         training = Training(settings)
         for step, loss in enumerate(training.warm_up(), start=1):
             board.show("warm-up", step, f"loss {loss:.2f}")
+            interruption.check()
         asyncio.run(interruption.run(training.learn(keep), on_stop=on_stop, saving=_SAVING))
     if not records:
         raise KeyboardInterrupt

@@ -79,13 +79,18 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("machine", ARCHITECTURES)
-@pytest.mark.parametrize("call", CALLS)
-def test_calls_are_allowed_by_number_and_arguments(call: str, machine: str) -> None:
-    *numbers, expected = CALLS[call]
-    number = numbers[list(ARCHITECTURES).index(machine)]
-    if number is not None:
-        assert {given: verdict(machine, number, *given) for given in expected} == expected
+NUMBERED = [
+    (call, machine, number)
+    for call, (*numbers, _) in CALLS.items()
+    for machine, number in zip(ARCHITECTURES, numbers, strict=True)
+    if number is not None
+]
+
+
+@pytest.mark.parametrize(("call", "machine", "number"), NUMBERED)
+def test_calls_are_allowed_by_number_and_arguments(call: str, machine: str, number: int) -> None:
+    expected = CALLS[call][-1]
+    assert {given: verdict(machine, number, *given) for given in expected} == expected
 
 
 @pytest.mark.parametrize("machine", ARCHITECTURES)

@@ -27,7 +27,7 @@ from tests.agent.servers.loopback import (
     sglang_body,
     vllm_body,
 )
-from tests.support.slow import slow_behind
+from tests.support.slow import slow_after
 from trajpack.agent.protocols import Prompt
 from trajpack.agent.runner.policy import BackOff, RetryPolicy, RolloutPolicy
 from trajpack.agent.runner.runner import EpisodeResult, RolloutRunner
@@ -182,7 +182,7 @@ async def roll_out(engine_type: Any, server: Server) -> tuple[Counter[str], int]
     return results, num_failed
 
 
-@pytest.mark.parametrize("engine_type", slow_behind(1, [VLLMEngine, SGLangEngine]))
+@pytest.mark.parametrize("engine_type", slow_after(1, [VLLMEngine, SGLangEngine]))
 def test_no_episode_is_lost_or_doubled_by_servers_that_die(engine_type: Any, capsys: Any) -> None:
     server = Server(FaultPlan(2, RATES), engine_type is VLLMEngine)
     before = set(os.listdir("/proc/self/fd"))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.slow import slow_behind
+from tests.support.slow import slow_after
 from trajpack.kernels.corrections import importance_weights_triton
 from trajpack.kernels.corrections.importance_weights import (
     IMPORTANCE_METRICS,
@@ -208,7 +208,7 @@ def assert_kernels_agree(case: Case, rule: Correction, places: Places | None = N
     assert_same_bits(found[1][counted], expected[1][counted])
 
 
-@pytest.mark.parametrize("rule", slow_behind(8, RULES), ids=str)
+@pytest.mark.parametrize("rule", slow_after(8, RULES), ids=str)
 def test_kernels_agree_with_the_reference(rule: Correction) -> None:
     """By boundaries and by ids, with and without owners; in more than one chunk."""
     case = Case()
@@ -232,7 +232,7 @@ def test_kernels_agree_with_the_reference(rule: Correction) -> None:
 
 
 @pytest.mark.parametrize(
-    "rule", slow_behind(3, [rule for rule in RULES[::-1] if rule.needs_segments]), ids=str
+    "rule", slow_after(3, [rule for rule in RULES[::-1] if rule.needs_segments]), ids=str
 )
 def test_kernels_agree_where_a_tile_has_many_segments(rule: Correction) -> None:
     """More than are added at once, some with logarithms that are no number or infinite."""
@@ -256,7 +256,7 @@ def test_kernels_agree_at_the_edges_of_tiles_and_chunks(num: int) -> None:
     assert_kernels_agree(case, Correction())
 
 
-@pytest.mark.parametrize("rule", slow_behind(1, [RULES[14], RULES[0], RULES[5]]), ids=str)
+@pytest.mark.parametrize("rule", slow_after(1, [RULES[14], RULES[0], RULES[5]]), ids=str)
 def test_kernels_weigh_a_segment_alike_in_any_company_and_run(rule: Correction) -> None:
     case = Case()
 
@@ -290,7 +290,7 @@ def test_more_chunks_and_tiles_than_a_program_has_at_once(
     assert_kernels_agree(Case([4 * CHUNK + 5]), Correction(high=1.2, normalize=True))
 
 
-@pytest.mark.parametrize("arch", slow_behind(1, [90, 80]))
+@pytest.mark.parametrize("arch", slow_after(1, [90, 80]))
 def test_a_token_is_read_once_and_written_once(arch: int) -> None:
     """9 bytes of each are read and 4 written, in whole sectors; and what launches there are."""
     from tests.ptx.executor import on_executor

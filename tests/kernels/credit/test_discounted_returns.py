@@ -20,7 +20,7 @@ from tests.kernels.credit.token_loops import (
     gae_of,
     small_blocks,
 )
-from tests.support.slow import slow_behind
+from tests.support.slow import slow_after
 from trajpack.kernels.credit.discounted_returns import discounted_returns
 from trajpack.kernels.scan import credit_scan_triton
 from trajpack.kernels.scan.credit_scan import ENTRIES_AT_ONCE, ROW
@@ -131,7 +131,6 @@ def test_max_seqlen_changes_no_bit(impl: str, max_seqlen: int | None) -> None:
     assert_same_bits(actual, expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_gradient_is_that_of_a_loop(impl: str, dtype: torch.dtype) -> None:
     lengths, discounts = [70, 0, 3, 1], torch.tensor([0.9, 0.0, -0.5, 2.0])
@@ -229,7 +228,7 @@ def without_values(batch: Batch) -> Batch:
 
 
 @ONE_CUT
-@pytest.mark.parametrize("observation", slow_behind(3, OBSERVATIONS[::-1]))
+@pytest.mark.parametrize("observation", slow_after(3, OBSERVATIONS[::-1]))
 def test_returns_of_tokens_equal_the_loop(observation: Any, impl: Any) -> None:
     batch = batch_of(MASKS)
     exact = gae_of(without_values(batch), observation)[1]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.kernels.credit.token_loops import OBSERVATIONS, batch_of, small_blocks
-from tests.support.slow import slow_behind
+from tests.support.slow import slow_after
 from trajpack import kernels
 from trajpack.testing import assert_same_bits, boundaries
 
@@ -137,7 +137,7 @@ def inputs_of(name: str, masks: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("name", slow_behind(2, RIGHT))
+@pytest.mark.parametrize("name", slow_after(2, RIGHT))
 def test_it_compiles_into_one_graph(name: str, dynamic: bool) -> None:
     def total(inputs: dict[str, Any], bound: int) -> torch.Tensor:
         rewards = inputs["rewards"] * 2

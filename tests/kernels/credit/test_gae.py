@@ -23,7 +23,7 @@ from tests.kernels.credit.token_loops import (
     gae_of,
     small_blocks,
 )
-from tests.support.slow import slow_behind
+from tests.support.slow import slow_after
 from trajpack.kernels.credit.gae import gae, td_lambda
 from trajpack.testing import assert_same_bits, boundaries
 
@@ -32,9 +32,9 @@ OF_OTHERS = ("carry", "carry_drop", "compact", "multiply")
 """Choices in which no value of a token that was not generated counts."""
 DTYPES = pytest.mark.parametrize(
     ("observation", "dtype"),
-    slow_behind(
+    slow_after(
         4,
-        [("carry", torch.float64), *((observation, torch.float32) for observation in OBSERVATIONS)],
+        [*((one, torch.float32) for one in OBSERVATIONS[::-1]), ("carry", torch.float64)],
     ),
 )
 """Each choice, and each type: numbers are converted as they are loaded."""
@@ -60,9 +60,8 @@ def test_it_equals_the_loop(observation: Any, dtype: torch.dtype, impl: Any) -> 
         assert_rounds(actual, exact)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("observation", OBSERVATIONS)
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 33])
+@pytest.mark.parametrize("length", slow_after(1, [33, 1, 15, 16, 17]))
 def test_it_is_a_matrix_of_powers_where_all_was_generated(
     length: int, observation: Any, impl: Any
 ) -> None:

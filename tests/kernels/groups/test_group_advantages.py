@@ -19,6 +19,7 @@ from tests.kernels.groups.score_loops import (
     expected_of,
     random_groups,
 )
+from tests.support.slow import slow_after
 from trajpack.kernels.groups.group_advantages import (
     Baseline,
     Rule,
@@ -141,9 +142,8 @@ def test_an_invalid_member_changes_no_other(impl: Any, baseline: Any) -> None:
     assert_same_bits(found[valid], group_advantages(scores[valid], ids[valid], **kept, **options))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("value", [0.1, -3e30])
-@pytest.mark.parametrize(("baseline", "scale"), COMBINATIONS)
+@pytest.mark.parametrize(("baseline", "scale"), slow_after(6, COMBINATIONS))
 def test_a_group_of_one_score_gets_exactly_zero(
     impl: Any, baseline: Any, scale: Any, value: float
 ) -> None:

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.slow import slow, slow_behind
+from tests.support.slow import slow, slow_after
 from trajpack.kernels import token_logprobs, topk_kl
 from trajpack.kernels.logprobs import logit_statistics, pair_logits, token_logprobs as module
 from trajpack.testing import assert_same_bits
@@ -147,7 +147,7 @@ def test_a_target_that_was_not_allowed_is_impossible() -> None:
     assert found[1:].isfinite().all()
 
 
-@pytest.mark.parametrize("name", slow_behind(3, NAMES[::-1]))
+@pytest.mark.parametrize("name", slow_after(3, NAMES[::-1]))
 def test_gradients_equal_differences(name: str) -> None:
     case = Case(5, 20)
     for row, tokens in enumerate(case.allowed):

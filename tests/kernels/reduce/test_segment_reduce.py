@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from tests.ptx.executor import on_executor
-from tests.support.slow import slow_behind
+from tests.support.slow import slow_after
 from trajpack.kernels.reduce import segment_reduce_triton
 from trajpack.kernels.reduce.segment_reduce import (
     segment_max,
@@ -248,7 +248,7 @@ def cut_small(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(segment_reduce_triton, constant, size)
 
 
-@pytest.mark.parametrize(("name", "dtype"), slow_behind(4, CASES[::-1]), ids=str)
+@pytest.mark.parametrize(("name", "dtype"), slow_after(4, CASES[::-1]), ids=str)
 def test_both_regimes_give_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
 ) -> None:
@@ -269,7 +269,7 @@ def test_both_regimes_give_the_same_bits_for_any_lengths(lengths: list[int], nam
         assert_regimes_agree(x, boundaries(lengths), mask_of(len(x)), name)
 
 
-@pytest.mark.parametrize("name", slow_behind(1, REDUCTIONS))
+@pytest.mark.parametrize("name", slow_after(1, REDUCTIONS))
 def test_both_regimes_give_the_same_bits_at_full_size(name: str) -> None:
     lengths = [2048 + 5, 100, 2048]
     x = entries_of(sum(lengths), torch.float64)

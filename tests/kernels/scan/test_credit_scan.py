@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.kernels.credit.token_loops import batch_of, small_blocks
-from tests.support.slow import slow_behind
+from tests.support.slow import slow_after
 from trajpack.kernels.scan import credit_scan
 from trajpack.kernels.scan.credit_scan import (
     ENTRIES_AT_ONCE,
@@ -160,7 +160,7 @@ def _small_blocks() -> Iterator[None]:
 @pytest.mark.usefixtures("_small_blocks")
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    slow_behind(
+    slow_after(
         2,
         [
             ("gae", torch.float32),

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from tests.kernels.credit.token_loops import OBSERVATIONS, Batch, batch_of, small_blocks
 from tests.ptx.executor import on_executor
-from tests.support.slow import slow_behind
+from tests.support.slow import slow_after
 from trajpack.kernels.credit.gae import gae
 from trajpack.kernels.scan import credit_scan_triton
 from trajpack.kernels.scan.credit_scan import credit_scan_reference
@@ -93,12 +93,12 @@ PAIRS = [
 """Each kind with some meanings of observations, and each meaning with some kinds."""
 
 
-@pytest.mark.parametrize(("kind", "observation"), slow_behind(4, PAIRS))
+@pytest.mark.parametrize(("kind", "observation"), slow_after(4, PAIRS))
 def test_a_segment_has_the_bits_that_it_has_alone(kind: str, observation: str) -> None:
     assert_bits_of_segments_alone(scan_of(batch_of(random_masks(EDGES)), kind, observation))
 
 
-@pytest.mark.parametrize("kind", slow_behind(1, ["gae", "returns"]))
+@pytest.mark.parametrize("kind", slow_after(1, ["gae", "returns"]))
 def test_so_it_has_with_one_rate_and_no_bootstrap(kind: str) -> None:
     scan = scan_of(batch_of(random_masks(EDGES), dtype=torch.float64), kind, "carry", slack=9)
     scan = scan._replace(gamma=0.99, lam=0.9, gammas=None, lams=None, bootstrap=None)
@@ -114,7 +114,7 @@ def test_so_it_has_with_any_lengths(lengths: list[int], pair: tuple[str, str]) -
 
 @pytest.mark.parametrize(
     ("kind", "observation"),
-    slow_behind(
+    slow_after(
         2, [("gae", "carry"), ("adjoint", "compact"), ("vtrace", "multiply"), ("returns", "reset")]
     ),
 )
@@ -151,8 +151,7 @@ def test_long_segments_end_with_a_row(slack: int) -> None:
     assert_bits_of_segments_alone(scan_of(batch_of(random_masks(lengths)), "gae", "carry", slack))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("observation", ["carry", "reset"])
+@pytest.mark.parametrize("observation", slow_after(1, ["reset", "carry"]))
 def test_a_row_may_end_with_context(observation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates and ratios are 1, so that what is left behind by context is not decayed away."""
     with small_blocks(8):
@@ -196,7 +195,7 @@ def test_a_nan_stays_in_its_segment_of_a_shared_block() -> None:
         assert_same_bits(results[1][:, own], results[0][:, own])
 
 
-@pytest.mark.parametrize("kind", slow_behind(1, ["gae", "vtrace"]))
+@pytest.mark.parametrize("kind", slow_after(1, ["gae", "vtrace"]))
 def test_more_rows_than_are_folded_at_once(kind: str) -> None:
     """A fold takes 512 rows of 8 entries here."""
     with small_blocks(8), pytest.MonkeyPatch.context() as patch:

@@ -22,7 +22,7 @@ from tests.kernels.credit.token_loops import (
     small_blocks,
     vtrace_by_loop,
 )
-from tests.support.slow import slow_behind
+from tests.support.slow import slow_after
 from trajpack.kernels.scan import credit_scan_triton
 from trajpack.kernels.scan.credit_scan import credit_scan
 from trajpack.kernels.scan.observations import PASSING
@@ -124,7 +124,7 @@ def expected_of(case: Case, loop: Any) -> tuple[np.ndarray, np.ndarray]:
     return rows
 
 
-@pytest.mark.parametrize("observation", slow_behind(4, OBSERVATIONS))
+@pytest.mark.parametrize("observation", slow_after(4, OBSERVATIONS))
 def test_it_equals_the_loop(observation: str, impl: str) -> None:
     case = case_of()
     exact = expected_of(case, lambda _, walk: gae_by_loop(walk, observation))
@@ -179,7 +179,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", slow_behind(1, OPTIONS.values()), ids=OPTIONS)
+@pytest.mark.parametrize("options", slow_after(1, OPTIONS.values()), ids=OPTIONS)
 def test_segments_of_a_chunk_each_equal_the_reference(options: dict[str, Any]) -> None:
     """The third and the last segment use their bootstrap. Every token is written."""
     case = case_of([["..gg"], ["g"], ["..g"], [""], [".g"], ["g" * 150], ["gg"], ["ggg"]])
@@ -200,7 +200,7 @@ def test_segments_of_a_chunk_each_equal_the_reference(options: dict[str, Any]) -
         torch.testing.assert_close(actual[written], exact[written], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("observation", slow_behind(3, OBSERVATIONS[::-1]))
+@pytest.mark.parametrize("observation", slow_after(3, OBSERVATIONS[::-1]))
 def test_vtrace_equals_the_loop(observation: str, impl: str) -> None:
     case = case_of()
     batch = case.batch
@@ -260,7 +260,7 @@ def test_rewards_are_clipped_and_penalised_by_kl(estimator: str, clamp: float, i
 
 @pytest.mark.parametrize(
     ("kind", "observation", "sizes"),
-    slow_behind(
+    slow_after(
         2,
         [
             *(("vtrace", OBSERVATIONS[at], SIZES[at]) for at in (3, 1, 2)),

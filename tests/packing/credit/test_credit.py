@@ -14,7 +14,7 @@ from tests.packing.credit.credit_cases import (
     some_trajectories,
 )
 from tests.packing.credit.credit_oracle import check
-from tests.support.slow import slow, slow_behind
+from tests.support.slow import slow, slow_after
 from trajpack import (
     GAE,
     GPG,
@@ -80,7 +80,7 @@ def test_the_kernels_equal_a_loop_in_one_launch(name):
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
-@pytest.mark.parametrize("kind", slow_behind(1, ["k3", "k1", "k2"]))
+@pytest.mark.parametrize("kind", slow_after(1, ["k3", "k1", "k2"]))
 def test_the_divergence_from_a_reference_is_a_penalty_on_each_token(kind, impl):
     few = impl == "triton"
     for name, estimator in TOKENS.items():
@@ -117,7 +117,7 @@ def test_truncated_trajectories_are_masked_or_bootstrapped(name, layout, truncat
 
 @pytest.mark.parametrize(
     ("truncated", "name"),
-    slow_behind(
+    slow_after(
         5,
         [
             *product(["mask"], ["GAE", "TurnGAE", "GRPO", "GiGPO"]),
@@ -265,7 +265,7 @@ def test_advantages_do_not_depend_on_the_loss_mask(impl):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of infinite results
 @pytest.mark.parametrize("impl", ["torch", "triton"])
-@pytest.mark.parametrize("kind", slow_behind(1, ["k2", "k1", "k3"]))
+@pytest.mark.parametrize("kind", slow_after(1, ["k2", "k1", "k3"]))
 def test_a_penalty_without_bound_is_not_nan(kind, impl):
     batch = pack([Trajectory("a", [Turn([1], [2, 3], [-1.0, -1.0], 1.0)])], device="cpu")
     ref = torch.tensor([0.0, 2.0, 2000.0])

@@ -25,7 +25,7 @@ from tests.packing.isolation.tiny_models import (
     tiny_model_with_pictures,
 )
 from tests.packing.micro_batches.micro_batch_loops import ALIGNMENTS
-from tests.support.slow import slow_behind
+from tests.support.slow import slow_after
 from trajpack import StaticBatch, Trajectory, TrajectoryBuffer, Turn, pack
 from trajpack.packing.adapters.huggingface import check_isolation
 
@@ -101,7 +101,7 @@ def pytest_generate_tests(metafunc):
         alike = {}
         for family, row in TABLE.items():
             alike.setdefault(str(row), []).append(family)
-        families = [slow_behind(1, some[:most]) for some in alike.values()]
+        families = [slow_after(1, some[:most]) for some in alike.values()]
         metafunc.parametrize("family", [*chain.from_iterable(families)])
 
 

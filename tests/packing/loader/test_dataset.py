@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from tests.packing.loader.loader_cases import content, entries_of, many, streams
-from tests.support.slow import slow_behind
+from tests.support.slow import slow_after
 from trajpack import Alignment, PackedDataset, TokenField, Trajectory, TrajectoryLog, Turn, pack
 from trajpack.packing.trajectory_log.log import LoggedEpisode
 
@@ -218,7 +218,7 @@ def through_a_file(state):
 
 
 @pytest.mark.parametrize("layout", ["merged", "tree"])
-@pytest.mark.parametrize("source", slow_behind(1, [Again, list]))
+@pytest.mark.parametrize("source", slow_after(1, [Again, list]))
 def test_a_stream_goes_on_after_any_micro_batch(source, layout):
     def dataset():
         return PackedDataset(

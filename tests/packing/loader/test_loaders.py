@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.packing.loader.loader_cases import content, many
-from tests.support.slow import slow_behind
+from tests.support.slow import slow_after
 from trajpack import PackedDataset
 
 pytestmark = pytest.mark.filterwarnings(
@@ -39,7 +39,7 @@ class Trajectories(torch.utils.data.Dataset):
         return self.items[index]
 
 
-@pytest.mark.parametrize("num_workers", slow_behind(2, [0, 2, 1, 3]))
+@pytest.mark.parametrize("num_workers", slow_after(2, [0, 2, 1, 3]))
 def test_a_stream_does_not_depend_on_the_number_of_workers(num_workers):
     loader = DataLoader(dataset(), batch_size=None, num_workers=num_workers)
     assert content(loader) == content(dataset())
@@ -57,7 +57,7 @@ def test_a_state_is_resumed_with_another_number_of_workers(num_workers):
     assert content(loader) == content(whole[counted:])
 
 
-@pytest.mark.parametrize("num_workers", slow_behind(2, [0, 1, 2, 3]))
+@pytest.mark.parametrize("num_workers", slow_after(2, [0, 1, 2, 3]))
 def test_a_stateful_loader_goes_on_after_any_micro_batch(num_workers):
     whole = [*dataset(epoch=1)]
     for taken in (0, 1, 3, 8, len(whole) - 1):

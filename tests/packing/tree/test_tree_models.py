@@ -11,7 +11,7 @@ from torch.nn.attention import flex_attention
 from transformers import AutoConfig, AutoModelForCausalLM, modeling_flash_attention_utils as flash
 
 from tests.packing.isolation.tiny_models import VOCABULARY, tiny_model
-from tests.support.slow import slow, slow_behind
+from tests.support.slow import slow, slow_after
 from trajpack import GRPO, Trajectory, TreeBatch, Turn, pack_tree
 from trajpack.packing.adapters.huggingface import (
     LMHead,
@@ -176,7 +176,7 @@ def distance(got, want):
         *(slow(torch.float32, 1e-6, f"trajpack_tree, {path}") for path in ("mask", "path", "flex")),
     ],
 )
-@pytest.mark.parametrize("family", slow_behind(1, ["qwen3", "llama"]))
+@pytest.mark.parametrize("family", slow_after(1, ["qwen3", "llama"]))
 def test_log_probabilities_and_gradients_are_those_of_separate_rows(
     family, dtype, tolerance, attention
 ):
@@ -238,8 +238,7 @@ def test_paths_that_gather_keys_give_the_gradients_of_separate_rows(family, dtyp
         assert distance(gradients(model, LOSSES[name](tree, batch)), want) <= tolerance
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["mask", "path", "flex"])
+@pytest.mark.parametrize("backend", ["mask", "path", slow("flex")])
 def test_a_label_a_row_gives_the_log_probabilities_and_gradients_of_separate_rows(backend):
     trajectories = branching()
     batch = pack_tree(trajectories, boundary="duplicate").with_advantages(GRPO())

@@ -157,6 +157,17 @@ def test_no_reward_of_an_observation_counts_where_it_is_lost(observation: Any, i
         assert_same_bits(actual, expected)
 
 
+def test_rates_of_float32_are_multiplied_in_float64(impl: Any) -> None:
+    """Two rewards cancel but for rounding."""
+    batch = batch_of(["g" * 20, "ggg"])
+    rates = {"gamma": torch.tensor([0.99, 0.9]), "lam": torch.tensor([0.95, 0.7])}
+    gamma, lam = (float(rate[0]) for rate in rates.values())
+    rewards = torch.zeros(23, dtype=torch.float64)
+    rewards[0], rewards[19] = -1e6 * (gamma * lam) ** 19, 1e6
+    found, _ = gae(rewards, torch.zeros_like(rewards), batch.cu_seqlens, impl=impl, **rates)
+    assert abs(float(found[0])) < 1e-6
+
+
 @pytest.mark.slow
 def test_one_rate_is_the_same_rate_for_each(impl: Any) -> None:
     batch = batch_of(MASKS)

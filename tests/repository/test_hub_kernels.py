@@ -84,6 +84,7 @@ def test_each_backend_has_all_modules_and_its_metadata(layout: Path) -> None:
         assert f"torch-{about['backend']['type']}" == variant.name
 
 
+@pytest.mark.slow
 def test_the_layout_is_a_package_of_its_own(layout: Path) -> None:
     assert loaded(BY_PATH, layout) == "same"
 

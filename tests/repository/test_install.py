@@ -391,6 +391,7 @@ LOST = (
 )
 
 
+@pytest.mark.slow
 def test_a_copy_without_links_is_not_built_and_says_why(
     without_links: Path, tmp_path: Path
 ) -> None:

@@ -132,6 +132,7 @@ print(json.dumps([found, *shown]))
 LACKING = "No module named 'transformers': install trajpack[agent]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hide", slow_after(1, [REFUSE, HIDE]), ids=["refused", "hidden"])
 def test_without_extras_packing_works_and_the_rest_names_what_to_install(
     hide: str, tmp_path: Path

@@ -63,6 +63,7 @@ def test_what_has_no_name_or_cannot_be_called_is_refused() -> None:
         register_agent(7, Parrot)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_importing_the_agents_loads_no_optional_package() -> None:
     code = (
         "import sys, trajpack.agent.agents.registry, trajpack.agent.environments.math_verify, "

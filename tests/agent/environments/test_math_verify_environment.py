@@ -316,6 +316,7 @@ def test_a_cancelled_step_leaves_the_environment_usable() -> None:
     asyncio.run(ask())
 
 
+@pytest.mark.slow
 def test_a_script_needs_no_guard_and_ends_without_closing(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -424,6 +425,7 @@ def test_a_worker_sees_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     assert b"API_KEY" not in environ
 
 
+@pytest.mark.slow
 def test_workers_start_only_as_many_as_are_busy_at_once() -> None:
     async def ask() -> None:
         before = children()

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given, strategies as st
 
@@ -85,6 +86,7 @@ def test_both_can_be_saved_and_loaded(tmp_path: Path) -> None:
     assert again.eos_token_id == tokenizer.eos_token_id
 
 
+@pytest.mark.slow
 def test_importing_does_not_load_transformers() -> None:
     names = "models.tiny_model", "engines.transformers_engine", "runner.runner"
     modules = ", ".join(f"trajpack.agent.{name}" for name in names)

@@ -285,6 +285,7 @@ def test_a_worker_that_hangs_is_given_up_and_its_episodes_are_redone(loop, worke
     assert workers.num_redone > num_redone
 
 
+@pytest.mark.slow
 def test_workers_that_nobody_keeps_any_more_end_the_run(
     loop: asyncio.Runner, tmp_path: Path
 ) -> None:

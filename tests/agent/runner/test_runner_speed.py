@@ -105,6 +105,7 @@ def best(tries: int, once: Callable[[], float], enough: Callable[[float], bool])
     return value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("concurrency", [64, 2000])
 @pytest.mark.parametrize(
     "options",

@@ -157,6 +157,7 @@ print(found, sys.argv, dict(os.environ))
         assert sandbox.run(code).output == b"[] ['__main__'] {}\n"
 
 
+@pytest.mark.slow
 def test_a_program_that_takes_too_much_is_stopped(sandbox: Sandbox) -> None:
     assert sandbox.run("while True: pass").outcome is Outcome.CPU_LIMIT
     deaf = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"

@@ -217,6 +217,7 @@ CUT = {"discounted_returns", "gae, masked, longest known", "segment_sum", "white
 """Calls whose launchers cut their work in more than one way."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(3, 1, 40), (4100, 5000)], ids=["short", "long"])
 def test_launches_of_every_way_change_no_result(
     lengths: tuple[int, ...], executor: Any, monkeypatch: pytest.MonkeyPatch

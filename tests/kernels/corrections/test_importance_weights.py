@@ -208,7 +208,7 @@ def assert_kernels_agree(case: Case, rule: Correction, places: Places | None = N
     assert_same_bits(found[1][counted], expected[1][counted])
 
 
-@pytest.mark.parametrize("rule", slow_after(8, RULES[::-1]), ids=str)
+@pytest.mark.parametrize("rule", slow_after(6, RULES[::-1]), ids=str)
 def test_kernels_agree_with_the_reference(rule: Correction) -> None:
     """By boundaries and by ids, with and without owners; in more than one chunk."""
     case = Case()

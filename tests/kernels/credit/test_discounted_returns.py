@@ -20,7 +20,7 @@ from tests.kernels.credit.token_loops import (
     gae_of,
     small_blocks,
 )
-from tests.support.slow import slow_after
+from tests.support.slow import slow, slow_after
 from trajpack.kernels.credit.discounted_returns import discounted_returns
 from trajpack.kernels.scan import credit_scan_triton
 from trajpack.kernels.scan.credit_scan import ENTRIES_AT_ONCE, ROW
@@ -29,7 +29,7 @@ from trajpack.testing import assert_same_bits, boundaries, returns_by_loop
 LENGTHS = [3, 0, 1, 63, 64, 65, 0, 128, 129, 2, 1, 1, 1, 1, 1, 1, 1, 40]  # more than one program
 
 
-@pytest.fixture(scope="module", params=["torch", "triton", "triton, rows"])
+@pytest.fixture(scope="module", params=["torch", slow("triton"), "triton, rows"])
 def impl(request: pytest.FixtureRequest) -> Iterator[str]:
     """Name of an implementation; the last one cuts segments into rows, the one before walks."""
     name, *rows = request.param.split(", ")
@@ -131,6 +131,7 @@ def test_max_seqlen_changes_no_bit(impl: str, max_seqlen: int | None) -> None:
     assert_same_bits(actual, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_gradient_is_that_of_a_loop(impl: str, dtype: torch.dtype) -> None:
     lengths, discounts = [70, 0, 3, 1], torch.tensor([0.9, 0.0, -0.5, 2.0])
@@ -228,7 +229,7 @@ def without_values(batch: Batch) -> Batch:
 
 
 @ONE_CUT
-@pytest.mark.parametrize("observation", slow_after(3, OBSERVATIONS[::-1]))
+@pytest.mark.parametrize("observation", slow_after(2, OBSERVATIONS[::-1]))
 def test_returns_of_tokens_equal_the_loop(observation: Any, impl: Any) -> None:
     batch = batch_of(MASKS)
     exact = gae_of(without_values(batch), observation)[1]

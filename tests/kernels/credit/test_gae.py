@@ -33,7 +33,7 @@ OF_OTHERS = ("carry", "carry_drop", "compact", "multiply")
 DTYPES = pytest.mark.parametrize(
     ("observation", "dtype"),
     slow_after(
-        4,
+        3,
         [*((one, torch.float32) for one in OBSERVATIONS[::-1]), ("carry", torch.float64)],
     ),
 )
@@ -60,6 +60,7 @@ def test_it_equals_the_loop(observation: Any, dtype: torch.dtype, impl: Any) -> 
         assert_rounds(actual, exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("observation", OBSERVATIONS)
 @pytest.mark.parametrize("length", slow_after(1, [33, 1, 15, 16, 17]))
 def test_it_is_a_matrix_of_powers_where_all_was_generated(
@@ -89,6 +90,7 @@ def oracle_batches() -> list[dict[str, Any]]:
     return json.loads(gzip.decompress(ORACLE.read_bytes()))["gae"]  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("observation", OBSERVATIONS)
 def test_it_equals_other_systems(observation: Any, impl: Any) -> None:
     """verl, miles, slime, OpenRLHF and open-instruct; they put anything out where 0 is ours."""

@@ -49,7 +49,7 @@ def expected_of(batch: Batch, observation: str, clips: dict[str, float]) -> Any:
     return joined([vtrace_by_loop(w, Ratios(r.tolist(), **clips), observation) for w, r in pairs])
 
 
-@pytest.mark.parametrize("observation", slow_after(3, OBSERVATIONS))
+@pytest.mark.parametrize("observation", slow_after(2, OBSERVATIONS))
 def test_it_is_the_sum_that_defines_it(observation: Any, impl: Any) -> None:
     batch = batch_of(MASKS)
     actual = traced(batch, impl, observation=observation, **CLIPS)
@@ -68,6 +68,7 @@ def test_every_clip_counts(name: str, impl: Any) -> None:
     assert not torch.allclose(torch.cat(actual), clipped)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("observation", "impl"),
     [*((one, "torch") for one in OBSERVATIONS), ("carry", "triton"), ("reset", "triton")],

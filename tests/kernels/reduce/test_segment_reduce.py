@@ -346,7 +346,7 @@ def test_without_segments_the_gradient_is_zero(impl: Any) -> None:
             assert_same_bits(x.grad, torch.zeros(5), name)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", REDUCTIONS)
+@pytest.mark.parametrize("name", slow_after(1, REDUCTIONS))
 def test_the_operator_is_registered_right(impl: str, name: str) -> None:
     x = random_entries(5)
     torch.library.opcheck(OP, (x.long(), CU, None, name, impl, None))

@@ -161,10 +161,10 @@ def _small_blocks() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     slow_after(
-        2,
+        1,
         [
-            ("gae", torch.float32),
             ("returns", torch.float64),
+            ("gae", torch.float32),
             ("gae", torch.float64),
             *((kind, torch.float32) for kind in KINDS if kind != "gae"),
         ],

@@ -124,7 +124,7 @@ def expected_of(case: Case, loop: Any) -> tuple[np.ndarray, np.ndarray]:
     return rows
 
 
-@pytest.mark.parametrize("observation", slow_after(4, OBSERVATIONS))
+@pytest.mark.parametrize("observation", slow_after(3, OBSERVATIONS))
 def test_it_equals_the_loop(observation: str, impl: str) -> None:
     case = case_of()
     exact = expected_of(case, lambda _, walk: gae_by_loop(walk, observation))
@@ -200,7 +200,7 @@ def test_segments_of_a_chunk_each_equal_the_reference(options: dict[str, Any]) -
         torch.testing.assert_close(actual[written], exact[written], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("observation", slow_after(3, OBSERVATIONS[::-1]))
+@pytest.mark.parametrize("observation", slow_after(2, OBSERVATIONS[::-1]))
 def test_vtrace_equals_the_loop(observation: str, impl: str) -> None:
     case = case_of()
     batch = case.batch
@@ -261,7 +261,7 @@ def test_rewards_are_clipped_and_penalised_by_kl(estimator: str, clamp: float, i
 @pytest.mark.parametrize(
     ("kind", "observation", "sizes"),
     slow_after(
-        2,
+        1,
         [
             *(("vtrace", OBSERVATIONS[at], SIZES[at]) for at in (3, 1, 2)),
             *(("gae", one, SIZES[at % len(SIZES)]) for at, one in enumerate(OBSERVATIONS)),

@@ -158,6 +158,7 @@ def test_files_of_damaged_bytes_are_refused_or_can_be_used(
                 use(loaded, path)
 
 
+@pytest.mark.slow
 @pytest.mark.attack
 def test_single_flipped_bits_are_refused_or_leave_a_batch_that_fits_together(
     contents: list[bytes], path: Path, tries: Callable[[int], int]

@@ -36,6 +36,7 @@ def test_fields_are_the_hosts_whatever_torchs_default_device():
     assert batch.fields["v"].tolist() == [2.0, 0.5]
 
 
+@pytest.mark.slow
 def test_the_package_is_imported_under_any_default_device():
     code = "import torch; torch.set_default_device('meta'); import trajpack"
     subprocess.run([sys.executable, "-P", "-c", code], check=True)

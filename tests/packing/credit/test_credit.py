@@ -118,7 +118,7 @@ def test_truncated_trajectories_are_masked_or_bootstrapped(name, layout, truncat
 @pytest.mark.parametrize(
     ("truncated", "name"),
     slow_after(
-        5,
+        4,
         [
             *product(["mask"], ["GAE", "TurnGAE", "GRPO", "GiGPO"]),
             *product(["bootstrap"], ["GAE", "TurnGAE", "VTrace, carry"]),

@@ -85,6 +85,7 @@ def make(family, kernels):
     )
 
 
+@pytest.mark.slow
 def test_the_table_has_every_family_that_is_tried():
     assert set(TABLE) == set(FAMILIES)
     assert {family for family in FAMILIES if takes_kernels(family)} == set(RECURRENT)

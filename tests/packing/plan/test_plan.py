@@ -86,6 +86,7 @@ for name in %r:
 """
 
 
+@pytest.mark.slow
 def test_another_process_with_other_hashes_plans_the_same():
     names = {}
     exec(SAME % (EVERY,), names)

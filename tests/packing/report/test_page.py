@@ -92,6 +92,7 @@ def test_text_stays_text(tmp_path: Path) -> None:
     assert not {"\x1b", "\0"} & set(shown.dom)
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_a_large_batch_says_what_is_left_out(tmp_path: Path) -> None:
     draw = np.random.default_rng(0)

@@ -87,6 +87,7 @@ def assert_lost_nothing(folder, flushed):
     return held
 
 
+@pytest.mark.slow
 @pytest.mark.attack
 def test_a_writer_killed_at_random_moments_keeps_flushed_episodes(memory_path, victims, tries):
     """A reader looks on in between, as often as there is time for it."""

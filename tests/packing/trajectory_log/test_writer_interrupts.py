@@ -172,6 +172,7 @@ def test_a_signal_handler_may_raise_in_a_log_and_use_it(memory_path, work, handl
     assert moment > 5
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("handler", [Used.use, Used.close])

@@ -262,6 +262,7 @@ def test_a_block_mask_takes_no_memory_for_pairs_of_nodes():
     assert max(event.cpu_memory_usage for event in profile.events()) < nodes**2 // BLOCK
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("windows", [(None,), (40, 41)])
 @pytest.mark.parametrize("softcaps", [(None,), (0.5, 0.8)])
 def test_flex_attention_compiles_once_for_all_numbers(windows, softcaps, monkeypatch):

@@ -43,6 +43,7 @@ def fewest_tokens(turns):
     return sum(map(len, paths)) - most_saved(0, frozenset())
 
 
+@pytest.mark.slow
 @given(turns_that_repeat())
 @settings(max_examples=300)
 def test_chains_are_the_best_cover_of_turns(turns):

@@ -220,7 +220,7 @@ def larger(seed=0):
 
 @pytest.mark.usefixtures("gathering")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-6)])
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("family", slow_after(1, ["qwen3", "llama"]))
 def test_paths_that_gather_keys_give_the_gradients_of_separate_rows(family, dtype, tolerance):
     """I7 and I8, where the keys of a path are copied."""
     trajectories = larger()

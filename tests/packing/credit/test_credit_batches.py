@@ -47,8 +47,9 @@ GIVEN_ALIKE = [
     for layout in LAYOUTS
     if layout == "merged" or getattr(estimator, "observation", "carry") not in OF_CONTEXT
 ]
-"""Without those of turns as rows in which observations count: of turns on a device all of a prompt
-is new with its turn, since prompts are not compared."""
+"""Estimators and layouts whose results do not depend on where the turns are. With the layout
+``turns`` a turn on a device counts its whole prompt as new, since prompts there are not compared;
+the observations of ``OF_CONTEXT`` then give other results."""
 OF_EACH_KERNEL = ["GAE", "VTrace, carry", "TurnGAE", "TurnReturns, whitened", "GRPO", "GiGPO"]
 
 

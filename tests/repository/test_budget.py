@@ -1,0 +1,88 @@
+"""The size of the repository only goes down.
+
+``budget.txt`` has a row for each folder: its lines, of the documents their words. A change that
+makes a folder smaller lowers its row: ``python tests/repository/test_budget.py`` writes the rows.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TABLE = Path(__file__).with_name("budget.txt")
+LAYERS = ("kernels", "packing", "agent")
+PARENTS = (*LAYERS, "tests")
+OTHERS = ("src/trajpack", "benchmarks", "examples", ".ci")
+CODE = {".py", ".pyi", ".c", ".h", ".js", ".css", ".sh", ""}
+GENERATED = {"docs/benchmarks/results.md", "docs/benchmarks/traffic.md"}
+SLACK = 60
+"""Lines or words that a row may stand above its folder, so that a small change leaves it alone."""
+AIMS = {"product": 48_600, "tests": 65_600}
+"""Lines that all folders of a part may have together."""
+
+
+def lines_of(folder: str) -> int:
+    """Count the lines of code below a folder; of one whose folders have rows, those beside them."""
+    files = (ROOT / folder).glob("*") if folder in PARENTS else (ROOT / folder).rglob("*")
+    return sum(
+        len(path.read_bytes().splitlines())
+        for path in files
+        if path.is_file() and path.suffix in CODE and not path.match("*.*-info/*")
+    )
+
+
+def folders() -> list[str]:
+    """Return the folders that have a row: those of the layers and of the tests, and the others."""
+    below = [
+        f"{parent}/{path.name}"
+        for parent in PARENTS
+        for path in sorted((ROOT / parent).iterdir())
+        if path.is_dir() and path.name != "__pycache__" and any(path.rglob("*.py"))
+    ]
+    return [*PARENTS, *below, *OTHERS]
+
+
+def words_of_documents() -> int:
+    """Count the words of all pages but those that a program writes."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    kept = [path for path in pages if str(path.relative_to(ROOT)) not in GENERATED]
+    return sum(len(re.findall(r"\S+", path.read_text())) for path in kept)
+
+
+def measured() -> dict[str, int]:
+    """Return the size of each row."""
+    return {folder: lines_of(folder) for folder in folders()} | {"docs": words_of_documents()}
+
+
+def rows() -> dict[str, int]:
+    """Return the table."""
+    pairs = [line.split() for line in TABLE.read_text().splitlines()]
+    return {name: int(size) for name, size in pairs}
+
+
+SIZES = measured()
+
+
+def test_each_folder_has_a_row() -> None:
+    assert set(rows()) == set(SIZES)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_no_part_is_larger_than_its_row_and_rows_follow(name: str) -> None:
+    row, size = rows()[name], SIZES[name]
+    assert size <= row, f"{name} has {size}, its row allows {row}"
+    assert row - size <= SLACK, f"lower the row of {name} from {row} to {size}: {__doc__}"
+
+
+@pytest.mark.parametrize("part", AIMS)
+def test_parts_are_within_their_aims(part: str) -> None:
+    parents = ("tests",) if part == "tests" else (*LAYERS, "src")
+    names = [name for name in SIZES if name.split("/")[0] in parents]
+    assert sum(SIZES[name] for name in names) <= AIMS[part]
+
+
+if __name__ == "__main__":
+    known = rows() if TABLE.exists() else SIZES
+    lower = {name: min(size, known.get(name, size)) for name, size in SIZES.items()}
+    TABLE.write_text("".join(f"{name} {size}\n" for name, size in lower.items()))

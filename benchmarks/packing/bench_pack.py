@@ -23,7 +23,6 @@ from benchmarks.workloads import MULTI_TURN, SEQUENCES, WORKLOADS, as_lists, con
 from trajpack import TrajectoryBuffer
 
 MERGED = f"{OURS}, merged layout"
-KEPT = f"{OURS}, batches kept"
 NUMPY_AGAIN = "numpy, memory reused"
 ON_MEMORY = (next(iter(SEQUENCES)), MULTI_TURN)
 """Workloads on which it is measured what using memory again is worth."""
@@ -71,17 +70,6 @@ def pack_only(trajectories, layout="turns"):
     return Contender(PACK_ONLY, work, WROTE, release=refill)
 
 
-def keeping(trajectories):
-    """Return our whole job for a caller who keeps every batch: its memory is never lent again."""
-    whole, kept = end_to_end(trajectories), []
-
-    def work():
-        kept.append(whole())
-        return kept[-1]
-
-    return Contender(KEPT, work, WROTE)
-
-
 def merged(trajectories):
     """Return the same training tokens in our other layout, which says each token once."""
 
@@ -111,7 +99,7 @@ def contenders(job, workload, trajectories, expected):
         entrants += rivals_of(trajectories)
         if workload in ON_MEMORY:
             again = functools.partial(by_numpy_again(), trajectories)
-            entrants += [keeping(trajectories), Contender(NUMPY_AGAIN, again, WROTE)]
+            entrants.append(Contender(NUMPY_AGAIN, again, WROTE))
     else:
         everybody = workload == MULTI_TURN
         names = [name for name in RIVALS if everybody or name not in NEVER_NEAR]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from trajpack.kernels.dispatch import Impl, call_op, register_op, resolve_impl
@@ -23,16 +20,6 @@ from trajpack.kernels.validation import (
 OP = "build"
 ENTRIES_AT_ONCE = 2**17
 """Tokens that the host repeats at once in the cache, before it copies them to their memory."""
-
-SLACK = 1.25
-"""Size of fresh host memory relative to the batch, so that a longer batch fits too."""
-MOST = 2
-"""Maximum size of reused host memory relative to the batch. It bounds files of tensors, because
-``torch.save`` writes whole storages."""
-
-_listed = [np.empty(0)]
-UNUSED = sys.getrefcount(_listed[0])
-"""Reference count of an array that only a list refers to."""
 
 
 class TokenFields(NamedTuple):
@@ -183,39 +170,6 @@ def fields_of(memory: torch.Tensor, num_tokens: int) -> TokenFields:
     return TokenFields(*(field_of(memory, num_tokens, name) for name in FIELD_DTYPES))
 
 
-class HostMemory:
-    """Allocates memory for fields of batches, and reuses it after a batch was deleted.
-
-    The first touch of fresh memory costs more than writing it. A tensor, its views and its numpy
-    arrays hold a reference to the memory. When this object has the last reference, the next batch
-    reuses the memory.
-    """
-
-    def __init__(self) -> None:
-        self._lent: dict[str, list[npt.NDArray[np.generic]]] = {name: [] for name in FIELD_DTYPES}
-
-    def fields(self, num_tokens: int) -> TokenFields:
-        """Return uninitialised fields, each over memory of its own."""
-        size = in_tiles(num_tokens)
-        arrays = (self._array(name, size) for name in FIELD_DTYPES)
-        return TokenFields(*(torch.from_numpy(array)[:num_tokens] for array in arrays))
-
-    def _array(self, name: str, size: int) -> npt.NDArray[np.generic]:
-        arrays = self._lent[name]
-        free = [i for i in range(len(arrays)) if sys.getrefcount(arrays[i]) <= UNUSED]
-        fitting = [i for i in free if size <= arrays[i].size <= MOST * size]
-        if fitting:
-            chosen = arrays[min(fitting, key=lambda i: arrays[i].size)]
-        else:
-            dtype = str(FIELD_DTYPES[name]).removeprefix("torch.")  # numpy's name of it too
-            chosen = np.empty(int(size * SLACK), dtype)
-        # one more unused array is kept; further ones are freed
-        spared = [arrays[i] for i in free if arrays[i] is not chosen][:1]
-        held = [arrays[i] for i in range(len(arrays)) if i not in free]
-        self._lent[name] = [*held, *spared, chosen]
-        return chosen
-
-
 def build_into(
     memory: torch.Tensor,
     words: torch.Tensor,
@@ -235,23 +189,15 @@ def build_into(
         from trajpack.kernels.fields.build_triton import write_fields
 
         write_fields(words, runs, turn_returns, num_tokens=num_tokens, memory=memory)
-    else:
-        write_without_kernel(fields_of(memory, num_tokens), words, runs, turn_returns)
-    return memory
-
-
-def write_without_kernel(
-    fields: TokenFields, words: torch.Tensor, runs: torch.Tensor, turn_returns: torch.Tensor
-) -> None:
-    """Write all fields by the reference, or, on the host, by copies of stretches."""
-    num_tokens = fields.input_ids.shape[0]
+        return memory
+    fields = fields_of(memory, num_tokens)
     if num_tokens and words.device.type == "cpu":
-        out = {name: field.numpy() for name, field in fields._asdict().items()}
-        write_on_host(out, words.numpy(), runs.numpy(), turn_returns.numpy())
+        write_on_host(fields, words.numpy(), runs.numpy(), turn_returns.numpy())
     elif num_tokens:
         built = build_reference(words, runs, turn_returns, num_tokens)
         for field, values in zip(fields, built, strict=True):
             field.copy_(values)
+    return memory
 
 
 def build_reference(
@@ -286,44 +232,36 @@ def build_reference(
     )
 
 
-def write_on_host(out: Mapping[str, Array], words: Ints, runs: Ints, turn_returns: Array) -> None:
-    """Write the fields in ``out``, by name, run by run; each byte is written once.
-
-    Any fields may be missing; ``prompt_mask`` needs ``loss_mask``.
-    """
+def write_on_host(fields: TokenFields, words: Ints, runs: Ints, turn_returns: Array) -> None:
+    """Write all fields on the host, run by run; each byte is written once."""
+    out = TokenFields(*(field.numpy() for field in fields))
     lengths = np.diff(runs[:, Run.START])
     rows, lengths = runs[:-1][lengths > 0], lengths[lengths > 0]
     context = np.clip(rows[:, Run.GENERATED], 0, lengths)
-    halves = np.stack([context, lengths - context], 1).reshape(-1)
-    is_trained = context < lengths
+    generated = lengths - context
+    halves = np.stack([context, generated], 1).reshape(-1)
+    is_trained = generated > 0
     returns = np.zeros(len(rows), np.float32)
     returns[is_trained] = turn_returns[rows[is_trained, Run.TURN]]
 
-    def by_half(name: str, of_context: int | bool, of_generated: Array) -> None:
-        if name in out:
-            values = np.full(2 * len(rows), of_context, of_generated.dtype)
-            values[1::2] = of_generated
-            _repeat(out[name], values, halves)
+    def by_half(field: Array, of_context: int | bool, of_generated: Array) -> None:
+        values = np.full(2 * len(rows), of_context, of_generated.dtype)
+        values[1::2] = of_generated
+        _repeat(field, values, halves)
 
     start, source = rows[:, Run.START], rows[:, Run.SOURCE]
     num_tokens = int(lengths.sum())
-    if "input_ids" in out:
-        copied = copier(num_tokens, start, source, np.where(source >= 0, lengths, 0))
-        copied(out["input_ids"], words, 0)
-    if "position_ids" in out:
-        count_up(out["position_ids"], start, rows[:, Run.POSITION], lengths)
-    if "sequence_ids" in out:
-        _repeat(out["sequence_ids"], rows[:, Run.SEQUENCE], lengths)
-    by_half("turn_ids", -1, rows[:, Run.TURN])
-    by_half("loss_mask", False, np.ones(len(rows), np.bool_))
-    if "prompt_mask" in out:
-        np.logical_not(out["loss_mask"], out=out["prompt_mask"])
-    if "rollout_logprobs" in out:
-        given = lengths - context
-        copied = copier(num_tokens, start + context, rows[:, Run.LOGPROB], given)
-        copied(out["rollout_logprobs"], words.view(np.float32), 0)
-    by_half("policy_versions", -1, rows[:, Run.VERSION])
-    by_half("returns", 0, returns)
+    copied = copier(num_tokens, start, source, np.where(source >= 0, lengths, 0))
+    copied(out.input_ids, words, 0)
+    count_up(out.position_ids, start, rows[:, Run.POSITION], lengths)
+    _repeat(out.sequence_ids, rows[:, Run.SEQUENCE], lengths)
+    by_half(out.turn_ids, -1, rows[:, Run.TURN])
+    by_half(out.loss_mask, False, np.ones(len(rows), np.bool_))
+    np.logical_not(out.loss_mask, out=out.prompt_mask)
+    copied = copier(num_tokens, start + context, rows[:, Run.LOGPROB], generated)
+    copied(out.rollout_logprobs, words.view(np.float32), 0)
+    by_half(out.policy_versions, -1, rows[:, Run.VERSION])
+    by_half(out.returns, 0, returns)
 
 
 def _repeat(out: Array, values: Array, lengths: Ints) -> None:

@@ -13,13 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajpack.kernels.dispatch import Impl, call_op, resolve_impl
-from trajpack.kernels.fields.build import (
-    FIELD_DTYPES,
-    HostMemory,
-    field_of,
-    write_without_kernel,
-)
+from trajpack.kernels.dispatch import Impl, resolve_impl
+from trajpack.kernels.fields.build import FIELD_DTYPES, build_into, empty_memory, field_of
 from trajpack.kernels.fields.gather_fields import gather_fields
 from trajpack.kernels.scan.credit_scan import credit_scan
 from trajpack.kernels.scan.scan_inputs import Scan
@@ -197,7 +192,6 @@ class TrajectoryBuffer:
         self._tables = BatchTables(self.fields)
         self._labels: list[TrajectoryLabels] = []
         self._state = State()
-        self._memory = HostMemory() if self.device.type == "cpu" else None
 
     def __len__(self) -> int:
         """Number of stored trajectories."""
@@ -306,19 +300,18 @@ class TrajectoryBuffer:
         Cost: one host-to-device copy of the stored words and tables, two launches, a third one for
             extra fields, no synchronisation; 38 bytes a token are written on the device. The
             host's part does not grow with the batch if the layout is that of the previous pack (at
-            first ``"merged"``), because tables are kept for one layout at a time. On the host the
-            memory of deleted batches is reused: delete a batch before packing the next. A CUDA
+            first ``"merged"``), because tables are kept for one layout at a time. A CUDA
             graph that captures a pack replays this batch while the buffer exists; `StaticBatch`
             replays others. If another stream reads the batch, call `PackedBatch.record_stream`.
         """
         check_layout(layout)
         chosen = resolve_impl("pack", impl, self.device)
         state = self._arrange(layout)
-        counts, memory = state.counts, self._memory
+        counts = state.counts
         with self._staging.on_device():
             region = self._staging.send(state.num_words)
             stream = region.stream
-            ready, later = write_batch(region, stream, counts, self.fields, chosen, memory)
+            ready, later = write_batch(region, stream, counts, self.fields, chosen)
         ready |= {"layout": layout, "num_generated": state.num_generated}
         lazy = lazy_columns(region, self._labels, self._tables, counts=counts)
         if self.device.type == "cpu":  # later calls write to the memory of the tables
@@ -433,24 +426,23 @@ def write_batch(
     counts: Counts,
     fields: Sequence[TokenField],
     impl: Impl,
-    memory: HostMemory | None = None,
 ) -> tuple[dict[str, Any], dict[str, Callable[[str], Any]]]:
     """Launch the kernels that write a batch from its tables and the stream ``words``.
 
     Returns the per-token tensors and the turns' returns, and functions that make the tensors of
-    fields in memory that they share, by name. On the host the fields lie in ``memory``.
+    fields in memory that they share, by name.
     """
     returns = returns_of_turns(region, counts, impl)
     runs, tokens = region.table("runs", counts.spans + 1), counts.tokens
-    built: dict[str, Any] = {}
-    later: dict[str, Callable[[str], Any]] = {}
-    if memory is not None and impl == "torch":
-        fields_on_host = memory.fields(tokens)
-        write_without_kernel(fields_on_host, words, runs, returns)
-        built = fields_on_host._asdict()
-    else:
-        block = call_op("build", words, runs, returns, tokens, impl)
-        later = dict.fromkeys(FIELD_DTYPES, partial(field_of, block, tokens))
+    block = build_into(
+        empty_memory(tokens, words.device),
+        words,
+        runs,
+        turn_returns=returns,
+        num_tokens=tokens,
+        impl=impl,
+    )
+    later = dict.fromkeys(FIELD_DTYPES, partial(field_of, block, tokens))
     extra = {}
     if fields:
         sources = region.table("field_sources", counts.spans + 1)
@@ -458,7 +450,7 @@ def write_batch(
         gathered = gather_fields(words, runs, sources, layouts, counts.tokens, impl)
         extra = {field.name: rows for field, rows in zip(fields, gathered, strict=True)}
     ready = {"turn_returns": returns, "fields": extra, "token_fields": tuple(fields)}
-    return built | ready | {"ragged_values": values_of(words, fields)}, later
+    return ready | {"ragged_values": values_of(words, fields)}, later
 
 
 def values_of(words: torch.Tensor, fields: Sequence[TokenField]) -> dict[str, torch.Tensor]:

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from trajpack.kernels.dispatch import Impl, resolve_impl
-from trajpack.kernels.fields.build import HostMemory, write_on_host
 from trajpack.kernels.fields.gather_fields import gather_fields
 from trajpack.kernels.runs import MAX_TOKENS, Run, in_tiles
 from trajpack.packing.batch.batch import PackedBatch
@@ -20,7 +19,6 @@ from trajpack.packing.buffer.buffer import (
     State,
     TrajectoryBuffer,
     lazy_columns,
-    returns_of_turns,
     values_of,
     write_batch,
 )
@@ -154,7 +152,7 @@ def tree_of_buffer(
     plan, counts = arrange_tree(buffer, state, duplicate=boundary == "duplicate")
     with buffer._staging.on_device():
         region = buffer._staging.send(state.num_words)
-        returns, written = _write(region, plan, counts, chosen, buffer._memory)
+        returns, written = _write(region, plan, counts, chosen)
         of_nodes, of_entries = (
             _gather(region, plan, buffer.fields, chosen) if buffer.fields else ({}, {})
         )
@@ -324,24 +322,12 @@ def _runs_of(region: DeviceRegion, plan: TreePlan) -> tuple[torch.Tensor, torch.
 
 
 def _write(
-    region: DeviceRegion, plan: TreePlan, counts: Counts, impl: Impl, memory: HostMemory | None
+    region: DeviceRegion, plan: TreePlan, counts: Counts, impl: Impl
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Write nodes and entries; return the turns' returns, and the fields by name.
-
-    On the host only the fields that nodes have are written for them.
-    """
+    """Write nodes and entries; return the turns' returns, and the fields by name."""
     num_nodes, rows = plan.chains.trie.num_nodes, region.table("runs", plan.num_node_rows)
-    if memory is None or impl != "torch":
-        ready, later = write_batch(region, region.stream, counts, (), impl)
-        returns, fields = ready["turn_returns"], {name: make(name) for name, make in later.items()}
-    else:
-        returns = returns_of_turns(region, counts, impl)
-        fields = memory.fields(plan.num_tokens)._asdict()
-        written = {*NODE_FIELDS.values()} - {NODE_FIELDS["tree_parent"]}
-        of_nodes = {name: fields[name].numpy()[:num_nodes] for name in written}
-        of_entries = {name: field.numpy()[plan.first_entry :] for name, field in fields.items()}
-        for out, runs in zip((of_nodes, of_entries), _runs_of(region, plan), strict=True):
-            write_on_host(out, region.stream.numpy(), runs.numpy(), returns.numpy())
+    ready, later = write_batch(region, region.stream, counts, (), impl)
+    fields = {name: make(name) for name, make in later.items()}
     parents = fields[NODE_FIELDS["tree_parent"]][:num_nodes]
     if parents.device.type == "cpu":  # a tenth of the time of torch's operators
         host, table = parents.numpy(), rows.numpy()
@@ -350,7 +336,7 @@ def _write(
     else:
         torch.arange(-1, num_nodes - 1, out=parents)
         parents[rows[:, Run.START].long()] = rows[:, PARENT]
-    return returns, fields
+    return ready["turn_returns"], fields
 
 
 def _gather(

@@ -92,20 +92,6 @@ def test_the_buffer_is_reusable_and_batches_outlive_it():
     assert batch.unpack() == [first]
 
 
-def test_a_batch_that_is_gone_leaves_its_memory_to_the_next():
-    buffer = TrajectoryBuffer(device="cpu")
-    buffer.add(conversation(seed=1))
-    first = buffer.pack()
-    kept = first.unpack()
-    place = first.input_ids.data_ptr()
-    second = buffer.pack("turns")
-    assert second.input_ids.data_ptr() != place
-    assert first.unpack() == kept
-    del first
-    assert buffer.pack().input_ids.data_ptr() == place
-    assert second.unpack() == kept
-
-
 def test_packing_leaves_the_buffer_as_it_was():
     buffer = TrajectoryBuffer()
     buffer.add(conversation(seed=1))

@@ -6,7 +6,6 @@ from trajpack.packing.batch.unpack import unpack as unpack
 from trajpack.packing.buffer.buffer import TrajectoryBuffer as TrajectoryBuffer, pack as pack
 from trajpack.packing.buffer.resident import pack_resident as pack_resident
 from trajpack.packing.buffer.static_batch import StaticBatch as StaticBatch
-from trajpack.packing.buffer.trees import pack_tree as pack_tree
 from trajpack.packing.credit.estimators import (
     GAE as GAE,
     GPG as GPG,
@@ -43,6 +42,7 @@ from trajpack.packing.trajectory_log.options import (
 )
 from trajpack.packing.tree.chain_plan import ChainPlan as ChainPlan
 from trajpack.packing.tree.micro_batches import TreeMicroBatch as TreeMicroBatch
+from trajpack.packing.tree.pack_tree import pack_tree as pack_tree
 from trajpack.packing.tree.tree_batch import TreeBatch as TreeBatch
 from trajpack.packing.types import (
     Trajectory as Trajectory,

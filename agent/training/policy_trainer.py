@@ -16,11 +16,11 @@ from trajpack.packing.adapters.huggingface import (
 )
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.buffer.buffer import pack
-from trajpack.packing.buffer.trees import pack_tree
 from trajpack.packing.micro_batches.micro_batch import MicroBatch
 from trajpack.packing.plan.plan import Plan, plan_micro_batches
 from trajpack.packing.tree.chain_plan import ChainPlan
 from trajpack.packing.tree.micro_batches import TreeMicroBatch
+from trajpack.packing.tree.pack_tree import pack_tree
 from trajpack.packing.tree.tree_batch import TreeBatch
 from trajpack.packing.types import Trajectory
 

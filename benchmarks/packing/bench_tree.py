@@ -16,7 +16,7 @@ from benchmarks.contest import OURS, Contender, Contest, as_record, race
 from benchmarks.rivals import areal_tree
 from benchmarks.workloads import many_turns, multi_turn
 from trajpack import Trajectory, TrajectoryBuffer, Turn
-from trajpack.packing.buffer.trees import arrange_tree
+from trajpack.packing.tree.pack_tree import arrange_tree
 
 JOB = "pack as trees"
 MERGED = f"{OURS}, merged layout"

@@ -1,7 +1,7 @@
 """`TrajectoryBuffer`: trajectories in, one copy to the device, one packed batch out.
 
-The buffer validates trajectories (`chains`), stores each token once in pinned memory (`staging`),
-maintains the tables of a batch (`tables`) and launches the kernels that write it (`buffer`).
-`StaticBatch` has fixed sizes for CUDA graphs; `pack_tree` (`trees`) packs each shared prefix once;
-`pack_resident` packs tensors that are on the device.
+The buffer validates trajectories (`chains`; `breaks` says why one begins), stores each token once
+in pinned memory (`staging`), maintains the tables of a batch (`tables`) and launches the kernels
+that write it (`buffer`). `StaticBatch` has fixed sizes for CUDA graphs; `pack_resident` packs
+tensors that are on the device.
 """

@@ -339,7 +339,7 @@ class TrajectoryBuffer:
             fields of all tokens and one for those of generated tokens; no synchronisation. 38
             bytes a node and an entry are written. The next `pack` makes its tables anew.
         """
-        from trajpack.packing.buffer.trees import tree_of_buffer  # it imports this class
+        from trajpack.packing.tree.pack_tree import tree_of_buffer  # it imports this class
 
         return tree_of_buffer(self, share, boundary, impl)
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trajpack.packing.buffer.breaks import is_retokenized
 from trajpack.packing.conversion import (
     FLOAT32_MAX,
     INT32,
@@ -27,7 +28,6 @@ from trajpack.packing.conversion import (
     shown,
 )
 from trajpack.packing.token_fields import Rows, TokenField, rows_of_turn
-from trajpack.packing.tree.breaks import is_retokenized
 from trajpack.packing.turn_fields import TURN_FIELDS, TurnField
 from trajpack.packing.types import Trajectory, Turn
 

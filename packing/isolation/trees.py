@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from trajpack.packing.buffer.trees import pack_tree
 from trajpack.packing.isolation.isolation import TF32_SPACING, restoring, vocabulary_of
+from trajpack.packing.tree.pack_tree import pack_tree
 from trajpack.packing.tree.tree_batch import TreeBatch
 from trajpack.packing.tree_attention.huggingface import check_dropouts
 from trajpack.packing.types import Trajectory, Turn

@@ -11,7 +11,6 @@ import torch
 
 from trajpack.packing.batch.batch import UNALIGNED, PackedBatch
 from trajpack.packing.buffer.buffer import pack
-from trajpack.packing.buffer.trees import pack_tree
 from trajpack.packing.micro_batches.alignment import Alignment
 from trajpack.packing.micro_batches.micro_batch import MicroBatch
 from trajpack.packing.plan.ranks import plan_ranks
@@ -19,6 +18,7 @@ from trajpack.packing.plan.units import Ints, Policy
 from trajpack.packing.token_fields import TokenField
 from trajpack.packing.tree.chain_plan import ChainPlan
 from trajpack.packing.tree.micro_batches import TreeMicroBatch
+from trajpack.packing.tree.pack_tree import pack_tree
 from trajpack.packing.tree.tree_batch import TreeBatch
 from trajpack.packing.types import Trajectory
 

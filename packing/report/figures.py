@@ -13,16 +13,16 @@ import numpy as np
 import numpy.typing as npt
 
 from trajpack.packing.batch.inspection import Decode, describe, sequence_spans
-from trajpack.packing.buffer.trees import tree_of
 from trajpack.packing.plan.plan import Plan, plan_micro_batches
 from trajpack.packing.plan.ranks import plan_ranks
 from trajpack.packing.plan.units import Algorithm
 from trajpack.packing.text import one_line, printable
+from trajpack.packing.tree.pack_tree import tree_of
 from trajpack.packing.tree.trie import trie_of
 
 if TYPE_CHECKING:
     from trajpack.packing.batch.batch import PackedBatch
-    from trajpack.packing.tree.breaks import PrefixBreak
+    from trajpack.packing.buffer.breaks import PrefixBreak
 
 Numbers = npt.NDArray[Any]
 

@@ -418,7 +418,7 @@ class TreeBatch(TreeNodes):
 
         Cost: as `PackedBatch.load`, and as `trajpack.pack_tree` of its trajectories.
         """
-        from trajpack.packing.buffer.trees import load_tree
+        from trajpack.packing.tree.pack_tree import load_tree
 
         return load_tree(path)
 

@@ -16,9 +16,9 @@ ALLOWED = {
 PRODUCT = sorted(
     path for folder in (*ALLOWED, "src/trajpack") for path in (ROOT / folder).rglob("*.py")
 )
-CONVENIENCES = {("packing/batch", "packing/report"), ("packing/tree", "packing/buffer")}
+CONVENIENCES = {("packing/batch", "packing/report"), ("packing/buffer", "packing/tree")}
 """Methods of classes that call a function above them and do no work: `PackedBatch.report` and
-`TreeBatch.load`."""
+`TrajectoryBuffer.pack_tree`."""
 MAX_FILES = 16
 """Files of a folder, ``__init__.py`` not counted; beyond about a dozen it is two concepts."""
 MAX_FUNCTION_LINES = 60

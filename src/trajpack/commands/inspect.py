@@ -15,8 +15,8 @@ from trajpack.agent.rollout.places import tokenizer_folder
 from trajpack.commands.terminal import make_console, results, say, tell
 from trajpack.packing.batch import inspection
 from trajpack.packing.batch.batch import PackedBatch
-from trajpack.packing.buffer.trees import tree_of
 from trajpack.packing.report.page import numbers_of
+from trajpack.packing.tree.pack_tree import tree_of
 from trajpack.packing.tree.statistics import TreeStatistics, break_rows, describe_tree
 
 

@@ -34,7 +34,7 @@ from trajpack.commands.terminal import (
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.batch.inspection import counted, describe, summary
 from trajpack.packing.buffer.buffer import TrajectoryBuffer
-from trajpack.packing.buffer.trees import tree_of
+from trajpack.packing.tree.pack_tree import tree_of
 from trajpack.packing.tree.statistics import describe_tree
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import torch
 from benchmarks.contest import OURS, Contender, Contest, as_record, race
 from benchmarks.rivals import areal_tree
 from benchmarks.workloads import many_turns, multi_turn
-from trajpack import Trajectory, TrajectoryBuffer, Turn
+from trajpack import Trajectory, TrajectoryBuffer, Turn, pack_tree
 from trajpack.packing.tree.pack_tree import arrange_tree
 
 JOB = "pack as trees"
@@ -135,7 +135,7 @@ def contenders(trajectories):
     buffer = TrajectoryBuffer(device="cpu")
     filled = TrajectoryBuffer(device="cpu")
     filled.extend(trajectories)
-    batch, tree = filled.pack(), filled.pack_tree()
+    batch, tree = filled.pack(), pack_tree(filled)
     state = filled._arrange("merged")
 
     def whole(pack):
@@ -166,7 +166,7 @@ def contenders(trajectories):
     tries = partial(by_tries, areal, padded(batch)) if areal else None
     nodes, tokens = f"{tree.num_nodes:,}", f"{batch.num_tokens:,}"
     return [
-        Contender(OURS, whole(buffer.pack_tree), nodes, check_tree),
+        Contender(OURS, whole(partial(pack_tree, buffer)), nodes, check_tree),
         Contender(MERGED, whole(buffer.pack), tokens, check_tree),
         Contender(PLAN, partial(arrange_tree, filled, state), nodes, check_plan),
         Contender(TREE_ROW, partial(with_tree_row, batch), "more", check_row),

@@ -45,8 +45,6 @@ from trajpack.packing.types import Trajectory, several_trajectories
 
 if TYPE_CHECKING:
     from trajpack.packing.buffer.static_batch import StaticBatch
-    from trajpack.packing.tree.nodes import Boundary
-    from trajpack.packing.tree.tree_batch import Share, TreeBatch
 
 ROUNDING = 0.01
 """Log-probabilities up to this are 0 with the rounding errors of an engine."""
@@ -317,31 +315,6 @@ class TrajectoryBuffer:
         if self.device.type == "cpu":  # later calls write to the memory of the tables
             ready |= {name: lazy.pop(name)(name).clone() for name in (*TABLE_ROWS, "runs")}
         return PackedBatch.with_lazy_columns(ready, lazy | later)
-
-    def pack_tree(
-        self, share: Share = "once", impl: Impl = "auto", *, boundary: Boundary = "shared"
-    ) -> TreeBatch:
-        """Return all trajectories as trees; the buffer keeps them.
-
-        Args:
-            share: Weight of an entry, see `trajpack.pack_tree`.
-            impl: As for `pack`.
-            boundary: Whether nodes at which sequences part are duplicated, see
-                `trajpack.pack_tree`.
-
-        Raises:
-            ValueError: If an option is unknown, ``boundary="duplicate"`` meets another ``share``
-                than ``"once"``, or nodes and generated tokens would exceed 2³¹ together.
-            RuntimeError: As `pack`.
-
-        Cost: the plan on the host, a sort of the chains' bytes and a pass over them; one
-            host-to-device copy, two launches and three small operations, a launch more for extra
-            fields of all tokens and one for those of generated tokens; no synchronisation. 38
-            bytes a node and an entry are written. The next `pack` makes its tables anew.
-        """
-        from trajpack.packing.tree.pack_tree import tree_of_buffer  # it imports this class
-
-        return tree_of_buffer(self, share, boundary, impl)
 
     def pack_into(self, static: StaticBatch, layout: Layout = "merged") -> PackedBatch:
         """Write all trajectories to the memory of ``static``, by its ``fill`` and ``run``.

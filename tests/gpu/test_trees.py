@@ -46,11 +46,11 @@ def test_a_tree_is_that_of_the_host_and_nobody_waits(boundary: Any) -> None:
     )
     for buffer in (host, device, again):
         buffer.extend(trajectories)
-    expected = host.pack_tree(boundary=boundary)
+    expected = pack_tree(host, boundary=boundary)
     assert expected.num_nodes > 4 * 128
-    assert_trees_equal(device.pack_tree(boundary=boundary), expected)  # compiles
+    assert_trees_equal(pack_tree(device, boundary=boundary), expected)  # compiles
     with no_waiting():
-        batch = again.pack_tree(boundary=boundary)
+        batch = pack_tree(again, boundary=boundary)
     assert_trees_equal(batch, expected)
     assert batch.unpack() == trajectories
 

@@ -16,9 +16,8 @@ ALLOWED = {
 PRODUCT = sorted(
     path for folder in (*ALLOWED, "src/trajpack") for path in (ROOT / folder).rglob("*.py")
 )
-CONVENIENCES = {("packing/batch", "packing/report"), ("packing/buffer", "packing/tree")}
-"""Methods of classes that call a function above them and do no work: `PackedBatch.report` and
-`TrajectoryBuffer.pack_tree`."""
+CONVENIENCES = {("packing/batch", "packing/report")}
+"""A method that calls a function above it and does no work: `PackedBatch.report`."""
 MAX_FILES = 16
 """Files of a folder, ``__init__.py`` not counted; beyond about a dozen it is two concepts."""
 MAX_FUNCTION_LINES = 60

@@ -23,6 +23,7 @@ from trajpack import (
     Turn,
     TurnReturns,
     pack_resident,
+    pack_tree,
     plan_micro_batches,
 )
 from trajpack.kernels import Correction
@@ -172,7 +173,7 @@ def test_what_a_reader_reads_is_recorded(make, recorded):
 def test_tables_of_a_tree_are_recorded(recorded):
     buffer = TrajectoryBuffer(device="meta", fields=FIELDS)
     buffer.extend(trajectories())
-    tree = buffer.pack_tree()
+    tree = pack_tree(buffer)
     made = [tree.entry_weights, tree.entry_parent]
     tree.record_stream(STREAM)
     assert {one.untyped_storage()._cdata for one in made} <= set(recorded)

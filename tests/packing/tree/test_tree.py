@@ -292,15 +292,17 @@ def test_entries_begin_behind_whole_tiles_of_nodes(length, impl):
 def test_a_buffer_packs_trees_between_other_packs(first, later):
     buffer = TrajectoryBuffer()
     buffer.extend(first)
-    tree = buffer.pack_tree()
+    tree = pack_tree(buffer)
     assert_trees_equal(tree, pack_tree(first))
     turns = buffer.pack("turns")
     buffer.extend(later)
-    assert_trees_equal(buffer.pack_tree("sum"), pack_tree([*first, *later], "sum"))
+    assert_trees_equal(pack_tree(buffer, "sum"), pack_tree([*first, *later], "sum"))
     assert_batches_equal(buffer.pack(), pack([*first, *later]))
     buffer.clear()
     buffer.extend(later)
-    assert_trees_equal(buffer.pack_tree(), pack_tree(later))
+    assert_trees_equal(pack_tree(buffer), pack_tree(later))
+    with pytest.raises(ValueError, match="device and fields are those of the buffer"):
+        pack_tree(buffer, device="cpu")
     assert_trees_equal(tree, pack_tree(first))
     assert_batches_equal(turns, pack(first, "turns"))
 

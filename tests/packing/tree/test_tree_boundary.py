@@ -71,7 +71,7 @@ def test_it_holds_what_the_merged_layout_holds(trajectories, random, has_fields)
     assert_batches_equal(batch.merged(), merged)
     buffer = TrajectoryBuffer(**options)
     buffer.extend(given_turns)
-    assert_trees_equal(buffer.pack_tree(boundary="duplicate"), batch)
+    assert_trees_equal(pack_tree(buffer, boundary="duplicate"), batch)
     for row, place in zip(merged.input_ids.split(merged.seqlens), tips(batch), strict=True):
         path = [place, *ancestors(batch, place)][::-1]
         assert batch.input_ids[path].tolist() == row.tolist()

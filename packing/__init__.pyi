@@ -30,6 +30,7 @@ from trajpack.packing.plan.costs import TransformerCost as TransformerCost
 from trajpack.packing.plan.plan import Plan as Plan, plan_micro_batches as plan_micro_batches
 from trajpack.packing.plan.ranks import RankPlan as RankPlan, plan_ranks as plan_ranks
 from trajpack.packing.ragged import Ragged as Ragged
+from trajpack.packing.report.page import write_report as write_report
 from trajpack.packing.token_fields import TokenField as TokenField
 from trajpack.packing.trajectory_log.log import (
     LoggedEpisode as LoggedEpisode,

@@ -29,11 +29,9 @@ def one_line(value: object, max_chars: int = _MAX_CHARS) -> str:
     except Exception:  # noqa: BLE001 - a log line must not fail for what it is about
         text = f"<{type(value).__name__} without a text>"
     rest = len(text) - max_chars
-    return (
-        printable(text)
-        if rest <= 0
-        else f"{printable(text[:max_chars])}... ({rest:,} more characters)"
-    )
+    if rest <= 0:
+        return printable(text)
+    return f"{printable(text[:max_chars])}... ({rest:,} more characters)"
 
 
 def printable(text: str, keep: str = "") -> str:

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias, get_args
 
 import numpy as np
@@ -1023,54 +1022,6 @@ class PackedBatch(LabelMethods, LogprobMethods):
             rows = bits.masked_fill(is_context, fill).view(field.dtype)
         fields = {**self.fields, field.name: rows}
         return self.replaced(fields=fields, token_fields=declared)
-
-    def report(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        capacity: int | None = None,
-        num_ranks: int = 8,
-        align: int = 1,
-        decode: Callable[[Sequence[int]], str] | None = None,
-        title: str = "",
-    ) -> dict[str, Any]:
-        """Write a page that shows the batch in a browser, and its numbers as JSON beside it.
-
-        The page is one file that loads nothing. It shows micro-batches by kind of token and cause
-        of padding, attention cost by rank, lengths, rewards by group, prefix breaks, and the text
-        of trajectories. A large batch is shown in part: the page says what is left out.
-
-        Args:
-            path: File that ends with ``.html``; the numbers go to the same name with ``.json``.
-            capacity: Tokens of a micro-batch to show first; ``None``: twice the longest sequence.
-            num_ranks: Number of data-parallel ranks.
-            align: Each sequence takes a multiple of this many tokens.
-            decode: Function from token ids to text, such as ``tokenizer.decode``; ``None`` shows
-                the ids.
-            title: Title of the page; the name of the file by default.
-
-        Returns:
-            The numbers.
-
-        Raises:
-            OSError: If a file cannot be written.
-            TypeError: If a number is not an integer.
-            ValueError: If the batch is padded, the path does not end with ``.html``, or the
-                capacity is below the longest sequence.
-
-        Cost: copies the batch to the host (synchronises). Seconds for 100,000 sequences.
-        """
-        from trajpack.packing.report.figures import ReportOptions
-        from trajpack.packing.report.page import write_report
-
-        options = ReportOptions(capacity, num_ranks, align)
-        return write_report(self, Path(path), options, decode=decode, title=title)
-
-    def _repr_html_(self) -> str:
-        """Return a table and a bar of the batch, for notebooks. Cost: as `report`."""
-        from trajpack.packing.report.page import short_html
-
-        return short_html(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the batch to a ``.safetensors`` file atomically.

@@ -16,8 +16,6 @@ ALLOWED = {
 PRODUCT = sorted(
     path for folder in (*ALLOWED, "src/trajpack") for path in (ROOT / folder).rglob("*.py")
 )
-CONVENIENCES = {("packing/batch", "packing/report")}
-"""A method that calls a function above it and does no work: `PackedBatch.report`."""
 MAX_FILES = 16
 """Files of a folder, ``__init__.py`` not counted; beyond about a dozen it is two concepts."""
 MAX_FUNCTION_LINES = 60
@@ -112,8 +110,6 @@ def folder_edges():
         for module in imports_at_run_time(tree_of(path)):
             if module.startswith("trajpack."):
                 found.add(folder_of(module))
-    for folder, above in CONVENIENCES:
-        edges[folder].remove(above)
     return {folder: found - {folder, None} for folder, found in edges.items()}
 
 

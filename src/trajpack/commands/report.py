@@ -32,7 +32,7 @@ def report_source(
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         try:
-            figures = write_report(batch, out, options, decode=decode, title=source.name)
+            figures = write_report(batch, out, **vars(options), decode=decode, title=source.name)
         except ValueError as error:
             raise SetupError(first_line(error)) from error
     with results():

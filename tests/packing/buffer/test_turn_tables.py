@@ -7,15 +7,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from trajpack import (
-    StaticBatch,
-    Trajectory,
-    TrajectoryBuffer,
-    Turn,
-    VersionSpan,
-    pack,
-    pack_tree,
-)
+import trajpack
+from trajpack import StaticBatch, Trajectory, TrajectoryBuffer, Turn, VersionSpan, pack
 from trajpack.packing.buffer import buffer as buffer_module, tables as tables_module
 from trajpack.packing.buffer.tables import GrowingArray
 from trajpack.testing import assert_batches_equal, trajectory_lists
@@ -112,7 +105,7 @@ def test_new_tokens_are_counted_and_the_longest_trajectory_is_known(first, secon
         of_turns = batch.group_ids[batch.group_order.owners.long()]
         assert batch.longest.group == max(of_turns.bincount().tolist(), default=0)
         assert torch.equal(batch.group_order.cu_turns.diff(), of_turns.bincount())
-    entries = pack_tree(buffer).entries
+    entries = trajpack.pack_tree(buffer).entries
     assert torch.equal(entries.cu_new, batch.cu_generated)
     assert entries.longest == batch.longest._replace(new=batch.longest.generated)
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.packing.report.test_figures import conversations
 from tests.support.chromium import needs_chromium, show
-from trajpack import GRPO, PackedBatch, Trajectory, Turn, pack, plan_micro_batches
+from trajpack import GRPO, PackedBatch, Trajectory, Turn, pack, plan_micro_batches, write_report
 
 HOSTILE = (
     "</script><script>document.title='taken'</script><img src=x onerror=alert(1)>\u202e\x1b[2J\0"
@@ -26,7 +26,7 @@ def batch() -> PackedBatch:
 @pytest.fixture(scope="module")
 def page(batch: PackedBatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("report") / "page.html"
-    batch.report(path, capacity=64)
+    write_report(batch, path, capacity=64)
     return path
 
 
@@ -41,7 +41,7 @@ def test_the_numbers_lie_beside_the_page(batch: PackedBatch, page: Path) -> None
 
 def test_a_page_must_be_html(batch: PackedBatch, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"path must end with \.html, got .*page\.txt"):
-        batch.report(tmp_path / "page.txt")
+        write_report(batch, tmp_path / "page.txt")
 
 
 @needs_chromium
@@ -79,7 +79,7 @@ def test_text_stays_text(tmp_path: Path) -> None:
     turns = [Turn([1, 2], [3, 4], [-0.1, -0.2], 1.0), Turn([1, 9], [3], [-0.1])]
     batch = pack([Trajectory(HOSTILE, turns, group=HOSTILE)])
     path = tmp_path / "page.html"
-    batch.report(path, decode=lambda ids: HOSTILE * len(ids), title=HOSTILE)
+    write_report(batch, path, decode=lambda ids: HOSTILE * len(ids), title=HOSTILE)
     shown = show(path, tmp_path)
     assert not shown.console
     assert "<title>taken" not in shown.dom
@@ -103,7 +103,7 @@ def test_a_large_batch_says_what_is_left_out(tmp_path: Path) -> None:
         ]
     )
     path = tmp_path / "page.html"
-    numbers = batch.report(path, decode=lambda ids: "long text " * len(ids))
+    numbers = write_report(batch, path, decode=lambda ids: "long text " * len(ids))
     assert path.stat().st_size < 1_000_000
     shown = show(path, tmp_path)
     assert not shown.console
@@ -112,16 +112,7 @@ def test_a_large_batch_says_what_is_left_out(tmp_path: Path) -> None:
     assert "more groups left out" in shown.dom
 
 
-def test_a_notebook_shows_a_table_and_a_bar(batch: PackedBatch) -> None:
-    html = batch._repr_html_()
-    assert f"{batch.num_tokens:,}, of them {batch.num_generated:,} generated" in html
-    widths = [float(one) for one in re.findall(r"width:([\d.]+)%", html)]
-    assert sum(widths) == pytest.approx(100, abs=0.01)
-    assert "<script" not in html
-    assert pack([])._repr_html_()
-
-
 @needs_chromium
 def test_an_empty_batch_has_a_page(tmp_path: Path) -> None:
-    pack([]).report(tmp_path / "page.html")
+    write_report(pack([]), tmp_path / "page.html")
     assert not show(tmp_path / "page.html", tmp_path).console

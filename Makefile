@@ -59,13 +59,13 @@ $(DEMO_STAMP): pyproject.toml constraints.txt | environment
 
 .PHONY: demo
 demo: $(or $(wildcard $(STAMP)),$(DEMO_STAMP)) ## Train a tiny model on sums, look at its last batch, draw both; half a minute
-	$(BIN)/trajpack train --steps 6 --force --out demo/train.html --batch demo/batch.safetensors
+	$(BIN)/python examples/train_sums.py --steps 6 --out demo/train.html --batch demo/batch.safetensors
 	$(BIN)/trajpack inspect demo/batch.safetensors --order worst --sequences 2
 	$(BIN)/trajpack report demo/batch.safetensors
 
 .PHONY: train
 train: $(or $(wildcard $(STAMP)),$(DEMO_STAMP)) ## Let a tiny model learn sums, in about a minute; curves in demo/train.html
-	$(BIN)/trajpack train --force --out demo/train.html
+	$(BIN)/python examples/train_sums.py --out demo/train.html
 
 .PHONY: check
 check: install ## Format, lint and type check

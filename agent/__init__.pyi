@@ -84,7 +84,6 @@ from trajpack.agent.servers.options import (
 from trajpack.agent.servers.settings import ServerSettings as ServerSettings
 from trajpack.agent.servers.sglang import SGLangEngine as SGLangEngine
 from trajpack.agent.servers.vllm import VLLMEngine as VLLMEngine
-from trajpack.agent.training.policy_trainer import PolicyTrainer as PolicyTrainer
 from trajpack.agent.trl.rollout import (
     TRLRollout as TRLRollout,
     episode_reward as episode_reward,

@@ -31,7 +31,6 @@ from trajpack.agent.ray import (
     WorkerOptions,
     local_cluster,
 )
-from trajpack.agent.training.policy_trainer import clipped_policy_loss
 from trajpack.packing.plan.ranks import plan_ranks
 
 NUM_TOKENS = 12
@@ -163,7 +162,9 @@ class Rank:
             logprobs = piece.logprobs(self.model(piece.input_ids).logits)
             old, advantages = piece.rollout_logprobs[place], piece.advantages[place]
             weights = piece.fields["loss_weights"][place]
-            loss, _ = clipped_policy_loss(logprobs, old, advantages, weights=weights)
+            ratio = (logprobs - old).exp()
+            clipped = ratio.clamp(0.8, 1.28) * advantages
+            loss = -(torch.minimum(ratio * advantages, clipped) * weights).sum()
             loss.backward()
             total += loss.detach()
         for tensor in [total, *(weights.grad for weights in self.model.parameters())]:

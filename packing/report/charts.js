@@ -89,26 +89,6 @@ function stackedBars(place, series, labels, { height = 220, write = compact, of 
   place.replaceChildren(svg);
 }
 
-// Lines over steps: `curves` are {name, values, smooth}; the raw values are drawn pale.
-function lines(place, steps, curves, { height = 220, write = compact, most = null } = {}) {
-  const width = widthOf(place), all = curves.flatMap(one => one.values);
-  const top = most === null ? Math.max(1e-9, ...all) : most;
-  const { svg, x, y, bottom } = axes(width, height, Math.min(0, ...all), top, write);
-  const at = i => x(steps.length > 1 ? i / (steps.length - 1) : 0.5);
-  const path = values => values.map((value, i) => `${i ? "L" : "M"}${at(i).toFixed(1)} ${y(value).toFixed(1)}`).join("");
-  const every = Math.ceil((steps.length * 40) / width) || 1;
-  steps.forEach((step, i) => {
-    if (i % every === 0) svg.append(make("text", { x: at(i), y: bottom + 14, "text-anchor": "middle" }, step));
-  });
-  for (const { name, values, smooth, label } of curves) {
-    if (smooth) svg.append(make("path", { d: path(values), fill: "none", stroke: colour(name), opacity: 0.3 }));
-    svg.append(make("path", { d: path(smooth || values), fill: "none", stroke: colour(name), "stroke-width": 2 }));
-    values.forEach((value, i) => svg.append(make("circle", { cx: at(i), cy: y(value), r: 5, fill: "transparent" },
-      make("title", {}, `step ${steps[i]}: ${label || name} ${write(value)}`))));
-  }
-  place.replaceChildren(svg);
-}
-
 // One row of points for each group, on one axis.
 function strips(place, rows, { write = short } = {}) {
   const width = widthOf(place), height = 30 + 18 * rows.length, left = Math.min(150, width * 0.35);

@@ -14,7 +14,6 @@ import pytest
 
 from tests.commands.command import call
 from trajpack.commands.interruption import Interruption
-from trajpack.commands.progress import TrainBoard
 
 pytestmark = pytest.mark.usefixtures("default_signals")
 SIZES = ["--num-prompts", "2", "--turns", "1", "--max-new-tokens", "4"]
@@ -62,14 +61,3 @@ def test_a_rollout_ends_also_if_its_log_is_complete(
     assert done.status == 130
     assert done.stderr.endswith(f"interrupted: no batch was written; {log} has what has finished\n")
     assert not out.exists()
-
-
-def test_training_ends_in_its_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[Any] = []
-    monkeypatch.setattr(TrainBoard, "show", lambda _, *step: shown.append(step))
-    lose_signal_in(monkeypatch, "train", "Training")
-    done = call("train", "--warm-up-steps", "3", "--out", tmp_path / "train.html")
-    assert done.status == 130
-    assert done.stderr.endswith("trajpack: interrupted: no page was written\n")
-    assert len(shown) == 1
-    assert not list(tmp_path.iterdir())

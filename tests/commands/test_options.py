@@ -8,16 +8,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.commands.command import call, refusal
 from trajpack.agent.rollout.settings import RolloutSettings
-from trajpack.agent.training.settings import TrainSettings
 from trajpack.commands.app import OPTIONS
 
-COMMANDS = ("convert", "inspect", "plan", "replay", "report", "rollout", "train")
+COMMANDS = ("convert", "inspect", "plan", "replay", "report", "rollout")
 FRESH = [sys.executable, "-P", "-c", "from trajpack.cli import main; main()"]
 WITHOUT_TORCH = """
 import sys
@@ -33,7 +31,7 @@ def test_help_and_refusals_load_neither_torch_nor_numpy() -> None:
     lines = [
         "--help", "--version", "-h", "", "rolout", "rollout --turns two",
         "rollout --dataset nope.jsonl", "rollout --engine vllm", "inspect nope.safetensors",
-        "train --steps 0", *(f"{command} --help" for command in COMMANDS),
+        *(f"{command} --help" for command in COMMANDS),
     ]  # fmt: skip
     subprocess.run(
         [sys.executable, "-P", "-c", WITHOUT_TORCH],
@@ -64,17 +62,11 @@ def test_help_is_in_plain_words(command: str) -> None:
         assert re.search(rf"{option}\b[^\n]*\n?\s+[A-Za-z]", text), option
 
 
-@pytest.mark.parametrize(
-    ("command", "settings"), [("rollout", RolloutSettings), ("train", TrainSettings)]
-)
-def test_each_setting_is_an_option_by_the_name_that_errors_give_it(
-    command: str, settings: Any
-) -> None:
-    text = call(command, "--help").stdout
-    for field in dataclasses.fields(settings):
-        if field.name != "capacity":  # of the demonstration's trainer, no option
-            option = OPTIONS.get(field.name, f"--{field.name.replace('_', '-')}")
-            assert re.search(rf"^  {option}\b", text, re.MULTILINE), field.name
+def test_each_setting_is_an_option_by_the_name_that_errors_give_it() -> None:
+    text = call("rollout", "--help").stdout
+    for field in dataclasses.fields(RolloutSettings):
+        option = OPTIONS.get(field.name, f"--{field.name.replace('_', '-')}")
+        assert re.search(rf"^  {option}\b", text, re.MULTILINE), field.name
 
 
 @pytest.mark.parametrize(

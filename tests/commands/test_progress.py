@@ -6,44 +6,8 @@ import io
 
 from rich.console import Console
 
-from tests.commands.test_report import RECORDS
 from trajpack.agent.runner.runner import Progress
-from trajpack.agent.training.settings import TrainSettings
-from trajpack.commands.progress import EpisodeBoard, TrainBoard
-
-SETTINGS = TrainSettings(num_steps=8, warm_up_steps=2)
-
-
-def test_a_training_prints_lines_without_a_terminal() -> None:
-    lines: list[str] = []
-    with TrainBoard(SETTINGS, Console(file=io.StringIO()), lines.append) as board:
-        board.show("warm-up", 1, "loss 3.50")
-        board.show("warm-up", 2, "loss 0.50")
-        for one in RECORDS:
-            board.update(one)
-        board.say("stopping")
-    assert lines == [
-        "warm-up 1 of 2, loss 3.50",
-        "warm-up 2 of 2, loss 0.50",
-        "step 8 of 8, 80% right, 200 tokens/s, fill 80%, staleness 0.50",
-        "stopping",
-    ]
-
-
-def test_a_training_has_bars_on_a_terminal() -> None:
-    out, lines = io.StringIO(), list[str]()
-    console = Console(file=out, force_terminal=True, width=120)
-    with TrainBoard(SETTINGS, console, lines.append) as board:
-        board.show("warm-up", 2, "loss 0.50")
-        board.update(RECORDS[4])
-        board.say("stopping")
-    shown = out.getvalue()
-    assert not lines
-    assert "warm-up" in shown
-    assert "5/8" in shown
-    assert "50% right" in shown
-    assert "stopping" in shown
-
+from trajpack.commands.progress import EpisodeBoard
 
 FIRST = Progress(num_finished=1, num_turns=2, num_tokens=50, elapsed_s=1.0)
 LAST = Progress(

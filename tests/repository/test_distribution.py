@@ -141,8 +141,8 @@ def test_the_demonstration_needs_its_extra_and_no_more(built: Path, tmp_path: Pa
     assert not required("agent") & {"matplotlib", "reasoning-gym"}
     programs = installed(built, tmp_path / "venv", "demo")
     command = programs / "trajpack"
-    run(command, "train", "--steps", "1", "--out", "train.html", "--batch", "b.safetensors",
-        cwd=tmp_path)  # fmt: skip
+    run(programs / "python", ROOT / "examples" / "train_sums.py", "--steps", "1", "--warm-up", "9",
+        "--out", "train.html", "--batch", "b.safetensors", cwd=tmp_path)  # fmt: skip
     assert "reward" in run(command, "inspect", "b.safetensors", "--sequences", "1", cwd=tmp_path)
     run(command, "report", "b.safetensors", cwd=tmp_path)
     assert (tmp_path / "b.html").stat().st_size > 10_000

@@ -27,7 +27,7 @@ LONGEST = (
     "tests/repository/test_optional_packages.py",
     "tests/repository/test_hardware.py",
     "tests/commands/test_cli.py",
-    "tests/agent/training/test_grpo.py",
+    "tests/agent/test_train_sums.py",
     "tests/packing/isolation/test_families.py",
 )
 """Files that take longest begin first, so that no worker ends long after the others.

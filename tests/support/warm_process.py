@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def preload():
-    """Import what a rollout, a training and a judge of answers import, and start no thread."""
+    """Import what a rollout and a judge of answers import, and start no thread."""
     import math_verify  # noqa: F401
     import reasoning_gym  # noqa: F401
     import torch
@@ -24,8 +24,7 @@ def preload():
     import trajpack.cli
     import trajpack.commands.app
     import trajpack.commands.inspect
-    import trajpack.commands.rollout
-    import trajpack.commands.train  # noqa: F401
+    import trajpack.commands.rollout  # noqa: F401
 
     torch.set_num_threads(1)
     gc.collect()

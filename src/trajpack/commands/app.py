@@ -18,7 +18,6 @@ from trajpack.agent.rollout.settings import (
     LayoutName,
     RolloutSettings as _Rollout,
 )
-from trajpack.agent.training.settings import LIMITS, TrainSettings as _Train
 from trajpack.commands.option_values import number, one_of, whole
 from trajpack.commands.terminal import readable, results, say
 
@@ -40,7 +39,7 @@ _ALGORITHMS: Any = one_of(Algorithm)
 _FILE: Any = {"metavar": "FILE"}
 _NAME: Any = {"metavar": "MODEL", "show_default": False}
 _FOLDER: Any = {"metavar": "FOLDER", "show_default": False}
-_SEED: Any = whole(*LIMITS["seed"])
+_SEED: Any = whole(0, 2**32 - 1)
 
 Work: TypeAlias = Callable[[], int]
 """The work of a command whose options were read; returns the exit status."""
@@ -69,7 +68,6 @@ def read(arguments: Sequence[str]) -> Work | int:
     app.command("report", short_help="Draw a batch or a log on a page.")(report)
     app.command("plan", short_help="Show the micro-batches of a saved batch.")(plan)
     app.command("convert", short_help="Write the rollouts of one trainer for another.")(convert)
-    app.command("train", short_help="Let a tiny model learn sums, on a CPU.")(train)
     usage_error: Any = typer.BadParameter.__bases__[0]  # click's own in older releases of typer
     work: Work | int | None
     try:
@@ -102,8 +100,6 @@ def _top(
     Try: trajpack rollout --out demo/batch.safetensors
 
     and: trajpack inspect demo/batch.safetensors
-
-    and: trajpack train --out demo/train.html
     """
     if show_version:
         typer.echo(f"trajpack {trajpack.__version__}")
@@ -387,65 +383,3 @@ _CONVERTED = "JSONL, or a .pt file that torch.save wrote; a saved batch with --f
 _CONVERTED_OUT = "JSONL or .pt file to write; a .safetensors file with --to trajpack."
 _ADVANTAGES = "Estimator of the advantages. [default: none, or those of a saved batch]"
 _MISSING_REWARD = "Reward of rollouts that have none. [default: they are refused]"
-
-
-def train(  # noqa: PLR0913, PLR0917 - a command's options are its parameters
-    num_steps: Annotated[
-        int,
-        typer.Option(
-            "--steps", **whole(*LIMITS["num_steps"]), help="Number of policy-gradient steps."
-        ),
-    ] = _Train.num_steps,
-    num_prompts: Annotated[
-        int, typer.Option(**whole(*LIMITS["num_prompts"]), help="Questions of a step.")
-    ] = _Train.num_prompts,
-    group_size: Annotated[
-        int, typer.Option(**whole(*LIMITS["group_size"]), help="Episodes for each question.")
-    ] = _Train.group_size,
-    num_turns: Annotated[
-        int, typer.Option("--turns", **whole(*LIMITS["num_turns"]), help="Turns of an episode.")
-    ] = _Train.num_turns,
-    warm_up_steps: Annotated[
-        int,
-        typer.Option(
-            **whole(*LIMITS["warm_up_steps"]), help="Supervised steps before the first episode."
-        ),
-    ] = _Train.warm_up_steps,
-    learning_rate: Annotated[
-        float,
-        typer.Option(**number(positive=True), help="Learning rate of the policy-gradient steps."),
-    ] = _Train.learning_rate,
-    layout: Annotated[LayoutName, typer.Option(**_LAYOUTS, help=_TRAINED)] = _Train.layout,
-    seed: Annotated[
-        int, typer.Option(**_SEED, help="Seed of the weights, the questions and the sampling.")
-    ] = _Train.seed,
-    out: Annotated[Path, typer.Option(**_FILE, help=_CURVES)] = Path("trajpack-train/train.html"),
-    batch: Annotated[
-        Path | None, typer.Option(**_FILE, help=_LAST_BATCH, show_default=False)
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help=_FORCE)] = False,
-) -> Work:
-    """Let a tiny model learn sums from verified answers, on a CPU, in a few minutes.
-
-    Ctrl-C or SIGTERM stops early and writes the curves so far; a second one ends at once.
-
-    Example: trajpack train --out demo/train.html
-    """
-    chosen: dict[str, Any] = dict(locals())  # an option is called as its setting is
-    del chosen["out"], chosen["batch"], chosen["force"]
-    settings = _Train(**chosen)
-    if out.suffix != ".html" or out.is_dir():
-        raise SetupError(f"--out must be an .html file, got {out}")
-    if out.exists() and not force:
-        raise SetupError(f"{out} exists; --force replaces it")
-    if batch is not None:
-        check_places(batch, None, replace=force, option="--batch")
-    say("loading torch and transformers")
-    from trajpack.commands.train import train
-
-    return partial(train, settings, out, batch)
-
-
-_TRAINED = "merged: a sequence is a whole conversation; turns: one turn; tree: train on trees."
-_LAST_BATCH = "File of the batch of the last step. [default: none is written]"
-_CURVES = "HTML page of the curves: success, speed, fill and staleness."

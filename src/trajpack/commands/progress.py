@@ -5,16 +5,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from trajpack.agent.runner.runner import Progress as Episodes
-
-if TYPE_CHECKING:
-    from trajpack.agent.training.grpo import StepRecord
-    from trajpack.agent.training.settings import TrainSettings
 
 _LINE_INTERVAL_S = 5.0
 _RATE_WINDOW_S = 10.0
@@ -108,21 +104,3 @@ class EpisodeBoard(Board):
             self._recent.popleft()
         begin = self._recent[0]
         return (now[1] - begin[1]) / (now[0] - begin[0]) if now[0] > begin[0] else 0.0
-
-
-class TrainBoard(Board):
-    """Progress of a training."""
-
-    def __init__(
-        self, settings: TrainSettings, console: Console, say: Callable[[str], None]
-    ) -> None:
-        totals = {"warm-up": settings.warm_up_steps, "step": settings.num_steps}
-        super().__init__(totals, console, say)
-
-    def update(self, record: StepRecord) -> None:
-        """Show a finished step."""
-        words = (
-            f"{record.success:.0%} right, {record.tokens_per_s:,.0f} tokens/s, "
-            f"fill {record.outcome.fill:.0%}, staleness {record.outcome.mean_staleness:.2f}"
-        )
-        self.show("step", record.step, words)

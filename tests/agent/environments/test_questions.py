@@ -1,12 +1,19 @@
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trajpack.agent.environments.questions import Question, load_questions, reasoning_gym_questions
+from trajpack.agent.environments.questions import (
+    ExactAnswerEnvironment,
+    Question,
+    arithmetic_questions,
+    load_questions,
+    reasoning_gym_questions,
+)
 
 GSM8K = Path(__file__).parents[3] / ".." / "shared" / "data" / "gsm8k_test.jsonl"
 GOOD = json.dumps({"question": "1 + 1?", "answer": "#### 2"})
@@ -175,3 +182,41 @@ def test_reasoning_gym_refuses_unknown_tasks_and_empty_sizes() -> None:
         reasoning_gym_questions("no_such_task", size=1, seed=0)
     with pytest.raises(ValueError, match="size must be at least 1, got 0"):
         reasoning_gym_questions(size=0, seed=0)
+
+
+def test_a_sum_is_up_to_nine_and_the_seed_decides_which() -> None:
+    questions = arithmetic_questions(500, seed=3)
+    assert len({question.id for question in questions}) == 500
+    assert len({question.text for question in questions}) == 36
+    for question in questions:
+        left, right = map(int, question.text.split("+"))
+        assert min(left, right) >= 1
+        assert question.solutions == (str(left + right),)
+        assert left + right <= 9
+    assert arithmetic_questions(500, seed=3) == questions
+    assert arithmetic_questions(500, seed=4) != questions
+    with pytest.raises(ValueError, match="size must be at least 1, got 0"):
+        arithmetic_questions(0, seed=0)
+
+
+def judged(environment: ExactAnswerEnvironment, qid: str, *answers: str) -> list[bool]:
+    return asyncio.run(environment.step((qid, answers)))[1]
+
+
+def test_an_answer_is_right_word_for_word() -> None:
+    ask = ({"role": "user", "content": "2+3"},)
+    environment = ExactAnswerEnvironment([Question("q", ask, ("5", "five"))])
+    rewards = judged(environment, "q@7", "5", " five\n", "2+3", "55", "")
+    assert rewards == [True, True, False, False, False]
+    with pytest.raises(ValueError, match="no question has the id 'p@0'"):
+        judged(environment, "p@0", "5")
+    with pytest.raises(TypeError, match="must be a list of strings"):
+        asyncio.run(environment.step(("q", "5")))
+
+
+def test_questions_without_answers_or_names_of_their_own_are_refused() -> None:
+    question = Question("q", (), ("1",))
+    with pytest.raises(ValueError, match="question id 'q' appears twice"):
+        ExactAnswerEnvironment([question, question])
+    with pytest.raises(ValueError, match="question 'q' has no solutions"):
+        ExactAnswerEnvironment([Question("q", (), ())])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from trajpack.agent.models.tiny_model import build_tiny_model
+from trajpack.agent.models.tiny_model import build_arithmetic_model, build_tiny_model
 
 _, TOKENIZER = build_tiny_model()
 
@@ -92,3 +92,15 @@ def test_importing_does_not_load_transformers() -> None:
     modules = ", ".join(f"trajpack.agent.{name}" for name in names)
     code = f"import sys, {modules}; sys.exit('transformers' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_model_of_sums_has_a_token_for_each_digit() -> None:
+    (model, tokenizer), (again, _), (other, _) = map(build_arithmetic_model, (0, 0, 1))
+    text = "Zwölf is 12, 120 is not -7."
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+    for number in ("12", "120", "-7"):
+        assert len(tokenizer.encode(number, add_special_tokens=False)) == len(number)
+    name = "model.embed_tokens.weight"
+    weights = model.state_dict()[name]
+    assert torch.equal(again.state_dict()[name], weights)
+    assert not torch.equal(other.state_dict()[name], weights)

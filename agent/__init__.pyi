@@ -44,11 +44,6 @@ from trajpack.agent.errors import (
 )
 from trajpack.agent.models.tiny_model import build_tiny_model as build_tiny_model
 from trajpack.agent.observability.metrics import RolloutMetrics as RolloutMetrics
-from trajpack.agent.observability.pack_watch import watch_pack as watch_pack
-from trajpack.agent.observability.server import (
-    MetricsServer as MetricsServer,
-    serve_metrics as serve_metrics,
-)
 from trajpack.agent.observability.tracing import RolloutTracer as RolloutTracer
 from trajpack.agent.protocols import (
     Agent as Agent,
@@ -81,7 +76,6 @@ from trajpack.agent.servers.options import (
     ServerOptions as ServerOptions,
     TimeLimits as TimeLimits,
 )
-from trajpack.agent.servers.settings import ServerSettings as ServerSettings
 from trajpack.agent.servers.sglang import SGLangEngine as SGLangEngine
 from trajpack.agent.servers.vllm import VLLMEngine as VLLMEngine
 from trajpack.agent.trl.rollout import (

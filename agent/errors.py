@@ -126,6 +126,13 @@ def has_engine_ended(error: BaseException | None) -> bool:
     return error is not None and any(isinstance(one, EngineEndedError) for one in causes_of(error))
 
 
+def end_of_program(error: BaseException) -> BaseException | None:
+    """Return the `KeyboardInterrupt` or `SystemExit` that an exception is or, as a group, holds."""
+    if isinstance(error, BaseExceptionGroup):
+        return next(filter(None, map(end_of_program, error.exceptions)), None)
+    return error if isinstance(error, KeyboardInterrupt | SystemExit) else None
+
+
 def causes_of(error: BaseException) -> Iterator[BaseException]:
     """Yield an exception, its chain of causes, and the members of groups among them."""
     todo, seen = [error], set[int]()

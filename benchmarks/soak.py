@@ -38,7 +38,6 @@ from tests.agent.chaos.chaos_cases import (
 from tests.agent.chaos.fault_plan import CAUSES, FaultPlan, rates
 from tests.agent.chaos.faults import FaultyEngine, FaultyEnvironment
 from trajpack.agent.observability.metrics import RolloutMetrics
-from trajpack.agent.observability.pack_watch import watch_pack
 from trajpack.agent.protocols import GenerationOutput, Prompt, Reply
 from trajpack.agent.runner.observers import RolloutObserver
 from trajpack.agent.runner.policy import BackOff, RetryPolicy, RolloutPolicy
@@ -175,8 +174,9 @@ class Soak:
             self._log = self._next_log()
 
     def _pack(self) -> None:
-        with watch_pack(self.metrics) as watched:
-            watched.batch = self._buffer.pack()
+        began = time.perf_counter()
+        batch = self._buffer.pack()
+        self.metrics.pack_ended(batch, time.perf_counter() - began)
         self.ledger.outcome.num_packed_tokens += self._buffer.num_tokens
         self._buffer.clear()
 

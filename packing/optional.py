@@ -18,8 +18,6 @@ BROUGHT_BY = {
     "opentelemetry": "trajpack[metrics]",
     "prometheus_client": "trajpack[metrics]",
     "pyarrow": "trajpack[log]",
-    "pydantic": "trajpack[servers]",
-    "pydantic_settings": "trajpack[servers]",
     "ray": "trajpack[ray]",
     "reasoning_gym": "trajpack[reasoning-gym]",
     "skyrl": "skyrl",

@@ -7,8 +7,14 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
-from trajpack.agent.errors import EngineEndedError, GenerationError, reason_of
+from trajpack.agent.errors import (
+    EngineEndedError,
+    GenerationError,
+    end_of_program,
+    reason_of,
+)
 from trajpack.agent.protocols import (
     Engine,
     GenerationOutput,
@@ -55,7 +61,13 @@ class ObservationQueue(asyncio.Queue[Observation]):
 @dataclass
 class _OpenEpisode:
     replies: asyncio.Queue[Reply] = field(default_factory=asyncio.Queue)
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    tasks: set[asyncio.Task[Reply]] = field(default_factory=set)
+
+    def take_reply(self, task: asyncio.Task[Reply]) -> None:
+        """Queue the reply of a task that has ended, unless it was cancelled or ends the program."""
+        self.tasks.discard(task)
+        if not task.cancelled() and task.exception() is None:
+            self.replies.put_nowait(task.result())
 
 
 class QueuedEngine(ABC):
@@ -159,13 +171,9 @@ class QueuedEngine(ABC):
         elif self._end is not None:
             episode.replies.put_nowait(self._end.as_error(request.qid))
         else:
-
-            async def answer() -> None:
-                episode.replies.put_nowait(await reply_to(request, self.generate))
-
-            task = asyncio.get_running_loop().create_task(answer())
+            task = asyncio.get_running_loop().create_task(reply_to(request, self.generate))
             episode.tasks.add(task)
-            task.add_done_callback(episode.tasks.discard)
+            task.add_done_callback(episode.take_reply)
         return True
 
 
@@ -175,9 +183,13 @@ async def reply_to(
 ) -> Reply:
     """Await ``generate(request)`` and return its result, or its failure as a `GenerationError`.
 
+    It must be the outermost coroutine of its task: a `GeneratorExit` passes all inner ones.
+
     Raises:
         asyncio.CancelledError: If the calling task is being cancelled.
+        KeyboardInterrupt: As `SystemExit`, alone or within a group: these end the program.
     """
+    task = asyncio.current_task()
     try:
         return await generate(request)
     except GenerationError as error:
@@ -185,14 +197,25 @@ async def reply_to(
         error.__context__ = None
         return error.with_traceback(None)
     except asyncio.CancelledError:
-        task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
         return GenerationError(request.qid, "the generation was cancelled")
-    except Exception as error:  # noqa: BLE001 - a defect of an engine fails its request alone
+    except BaseException as error:  # a defect of an engine, of any kind, fails its request alone
+        if (end := end_of_program(error)) is not None:
+            raise end from None  # a task hands on no group that holds it
+        if isinstance(error, GeneratorExit) and not is_running(task):
+            raise  # the interpreter closes this coroutine
         failure = GenerationError(request.qid, f"the engine failed: {reason_of(error)}")
         failure.__cause__ = error
         return failure
+
+
+def is_running(task: asyncio.Task[Any] | None) -> bool:
+    """Return whether an event loop runs the task now."""
+    try:
+        return task is not None and asyncio.current_task() is task
+    except RuntimeError:  # no event loop runs
+        return False
 
 
 def coroutine_of(

@@ -16,8 +16,9 @@ from trajpack.packing.optional import require
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-    from trajpack.agent.observability.pack_watch import WatchedPack
     from trajpack.agent.runner.runner import EpisodeResult
+    from trajpack.packing.batch.batch import PackedBatch
+    from trajpack.packing.plan.plan import Plan
 
 CAUSES: tuple[str, ...] = tuple(
     sorted(
@@ -85,7 +86,6 @@ _FAMILIES = (
     _Family("policy_version", "Version of the weights when a result was last taken."),
     _Family("staleness_versions", "Age of a turn's oldest token at hand-over.", None, _VERSIONS),
     _Family("pack_seconds", "Time of a pack on the host.", None, _PACK),
-    _Family("pack_errors", "Packs that raised."),
     _Family("packed_tokens", "Tokens of packed batches."),
     _Family("packed_generated_tokens", "Sampled tokens of packed batches, each trained once."),
     _Family("packed_continuations", "Packed turns after a trajectory's first (merged layout)."),
@@ -96,11 +96,12 @@ _FAMILIES = (
 
 
 class RolloutMetrics(EpisodeObserver[tuple[float, int]]):
-    """Counts the events of a `RolloutRunner` and of packs; `serve_metrics` shows the counts.
+    """Counts the events of a `RolloutRunner` and of packs.
 
-    Give it to the runner among its observers, and to `watch_pack`. Labels have few, fixed
-    values: causes of failures, outcomes of groups, stages of a turn. Text from a model, a server
-    or a data set never becomes a label.
+    Give it to the runner among its observers, and call `pack_ended` after a pack. The server of
+    prometheus_client shows the counts: ``start_http_server(9464, "127.0.0.1", metrics.registry)``.
+    Labels have few, fixed values: causes of failures, outcomes of groups, stages of a turn. Text
+    from a model, a server or a data set never becomes a label.
 
     One instance may watch any number of runs, one after the other or at once, if no two running
     episodes share a name.
@@ -261,24 +262,26 @@ class RolloutMetrics(EpisodeObserver[tuple[float, int]]):
             for result in results:
                 self._ended.pop(result.qid, None)
 
-    def pack_ended(self, pack: WatchedPack) -> None:
-        """Count a pack that `watch_pack` watched."""
+    def pack_ended(self, batch: PackedBatch, seconds: float, plan: Plan | None = None) -> None:
+        """Count a packed batch, from numbers that the host knows.
+
+        Args:
+            batch: The batch.
+            seconds: Time of the pack on the host; a device may still be running.
+            plan: Plan of its micro-batches, for its fill.
+        """
         of = self._series
-        of["pack_seconds"].observe(pack.seconds)
-        if pack.error is not None:
-            of["pack_errors"].inc()
-            return
-        if pack.plan is not None:
-            of["plan_fill_ratio"].observe(pack.plan.fill)
-        figures = pack.figures()
-        if figures is None:
-            return
-        of["packed_tokens"].inc(figures.num_tokens)
-        of["packed_generated_tokens"].inc(figures.num_generated)
-        of["packed_continuations"].inc(figures.num_continuations or 0)
-        of["prefix_breaks"].inc(figures.num_prefix_breaks or 0)
-        if figures.rectangle_fill is not None:
-            of["rectangle_fill_ratio"].observe(figures.rectangle_fill)
+        of["pack_seconds"].observe(seconds)
+        of["packed_tokens"].inc(batch.num_tokens)
+        of["packed_generated_tokens"].inc(batch.num_generated)
+        if batch.num_prefix_breaks is not None:
+            of["packed_continuations"].inc(batch.num_turns - len(batch.ids))
+            of["prefix_breaks"].inc(batch.num_prefix_breaks)
+        if batch.num_tokens:
+            fill = batch.num_tokens / (len(batch) * batch.max_seqlen)
+            of["rectangle_fill_ratio"].observe(fill)
+        if plan is not None:
+            of["plan_fill_ratio"].observe(plan.fill)
 
     def close(self) -> None:
         """Forget open episodes and waiting results, such as those of an abandoned run."""

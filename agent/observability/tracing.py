@@ -1,4 +1,4 @@
-"""`RolloutTracer`: rollouts and packs as spans, for OpenTelemetry."""
+"""`RolloutTracer`: rollouts as spans, for OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from trajpack.packing.text import one_line
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, SpanContext, TracerProvider
 
-    from trajpack.agent.observability.pack_watch import WatchedPack
     from trajpack.agent.runner.runner import EpisodeResult
 
 _MAX_ID_CHARS = 200
 
 
 class RolloutTracer(EpisodeObserver["Span"]):
-    """Makes spans of the events of a `RolloutRunner`, and of packs.
+    """Makes spans of the events of a `RolloutRunner`.
 
     Each attempt at an episode is a trace, linked to the attempt before::
 
@@ -31,8 +30,7 @@ class RolloutTracer(EpisodeObserver["Span"]):
                 trajpack.verification
             trajpack.rejection (of a result that was stale at its hand-over)
 
-    Give it to the runner among its observers, and to `watch_pack`, whose span ``trajpack.pack`` is
-    a child of the current span. All other parents are explicit, so any number of episodes may
+    Give it to the runner among its observers. Parents are explicit, so any number of episodes may
     interleave.
 
     Attributes are numbers, the episode's id and kinds of errors, never text from a model, a server
@@ -161,19 +159,6 @@ class RolloutTracer(EpisodeObserver["Span"]):
         for result in results:
             self._attempts.pop(result.qid, None)
 
-    def pack_ended(self, pack: WatchedPack) -> None:
-        """Make the span of a pack that `watch_pack` watched."""
-        span = self._tracer.start_span("trajpack.pack", start_time=pack.began_ns)
-        figures = pack.figures() if pack.error is None and span.is_recording() else None
-        numbers = {} if figures is None else figures._asdict()
-        if pack.batch is not None:
-            numbers["layout"] = pack.batch.layout
-        if pack.plan is not None:
-            numbers["plan_fill"] = pack.plan.fill
-        attributes = {f"trajpack.pack.{key}": of for key, of in numbers.items() if of is not None}
-        end_time = pack.began_ns + int(pack.seconds * 1e9)
-        self._end_span(span, pack.error, attributes, end_time=end_time)
-
     def close(self) -> None:
         """End all open spans, such as those of an abandoned run."""
         for qid in list(self._open):
@@ -223,8 +208,6 @@ class RolloutTracer(EpisodeObserver["Span"]):
         span: Span,
         error: BaseException | None,
         attributes: Mapping[str, Any] | None = None,
-        *,
-        end_time: int | None = None,
     ) -> None:
         if span.is_recording():
             span.set_attributes(dict(attributes or {}))
@@ -234,4 +217,4 @@ class RolloutTracer(EpisodeObserver["Span"]):
                 span.set_attribute("trajpack.error.type", type(error.__cause__ or error).__name__)
                 text = one_line(error) if self._records_messages else cause
                 span.set_status(self._trace.StatusCode.ERROR, text)
-        span.end(end_time)
+        span.end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import (
     AsyncGenerator,
@@ -159,11 +160,7 @@ class Rollout:
     def _make_engine(self, seed: int) -> Any:
         settings = self.settings
         if settings.has_servers:
-            found = _server_settings(settings, seed=seed)
-            kind: Any = settings.engine  # not "transformers"
-            vocab_size = found.options.vocab_size or self.vocab_size
-            options = replace(found.options, vocab_size=vocab_size)
-            return replace(found, kind=kind, options=options).make_engine()
+            return _server_engine(settings, seed=seed, vocab_size=self.vocab_size)
         model = self.model
         if model is None:
             model = _load_model(settings)[0].to(settings.device)
@@ -186,7 +183,7 @@ def prepare_rollout(settings: RolloutSettings) -> Rollout:
     """
     require("anyio", "jinja2", "math_verify", "transformers")
     if settings.has_servers:
-        _server_settings(settings)  # a wrong address is seen before anything is loaded
+        _server_engine(settings)  # a wrong address is seen before anything is loaded
     questions = _choose_questions(settings)
     try:
         device = torch.device(settings.device)
@@ -223,10 +220,19 @@ def prepare_rollout(settings: RolloutSettings) -> Rollout:
     return Rollout(settings, questions, prompts, model, tokenizer, vocab_size, agent)
 
 
-def _server_settings(settings: RolloutSettings, **options: Any) -> Any:
-    from trajpack.agent.servers.settings import ServerSettings
+def _server_engine(settings: RolloutSettings, **options: Any) -> Any:
+    """Return an engine for the servers; the token comes from the environment, not from a line."""
+    from trajpack.agent.servers.options import ServerOptions
+    from trajpack.agent.servers.sglang import SGLangEngine
+    from trajpack.agent.servers.vllm import VLLMEngine
 
-    return ServerSettings.from_environment(settings.servers, **options)
+    kind = VLLMEngine if settings.engine == "vllm" else SGLangEngine
+    token, ca_file = (os.environ.get(f"TRAJPACK_SERVER_{name}") for name in ("TOKEN", "CA_FILE"))
+    try:
+        made = ServerOptions(token=token, ca_file=ca_file, **options)
+        return kind(settings.servers, options=made)
+    except ValueError as error:
+        raise SetupError(f"the server settings are wrong: {error}") from None
 
 
 def _load_model(settings: RolloutSettings) -> tuple[Any, Any]:

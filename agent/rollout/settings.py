@@ -47,7 +47,8 @@ class RolloutSettings:
         seed: Seed of the tiny model's weights, the generated questions and the sampling.
         answers: Folder of the answer log; ``None`` keeps none.
         engine: The model in this process, or servers of that kind.
-        servers: Addresses of the servers; without any, those in the environment (`ServerSettings`).
+        servers: Addresses of the servers. Their token and file of certificates are the environment
+            variables ``TRAJPACK_SERVER_TOKEN`` and ``TRAJPACK_SERVER_CA_FILE``.
         log: Folder of the `TrajectoryLog`, from which a rollout of the same settings continues.
         num_workers: Ray actors, each with an engine of its own; 0 runs in this process.
         max_attempts: Attempts at an episode before it counts as failed.
@@ -92,6 +93,8 @@ class RolloutSettings:
             raise SettingError("engine", f"must be one of {names}, got {self.engine!r}")
         if self.servers and not self.has_servers:
             raise SettingError("engine", "must be sglang or vllm where a server is given")
+        if self.has_servers and not self.servers:
+            raise SettingError("servers", f"are missing: with {self.engine} give their addresses")
         if self.has_servers and self.model is None:
             raise SettingError(
                 "model",

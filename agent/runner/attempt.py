@@ -7,15 +7,17 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from trajpack.agent.engines.queues import coroutine_of, reply_to
+from trajpack.agent.engines.queues import coroutine_of, is_running, reply_to
 from trajpack.agent.errors import (
     EnvironmentFailedError,
     EpisodeCancelledError,
     EpisodeError,
     EpisodeTimeoutError,
     causes_of,
+    end_of_program,
     reason_of,
 )
 from trajpack.agent.protocols import (
@@ -208,7 +210,7 @@ class RequestQueue(asyncio.Queue[Observation]):
         """Requests sent so far."""
         self._generate: Callable[[GenerationRequest], Awaitable[Reply]] | None = None
         self._count_reply = count_reply
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Reply]] = set()
 
     @property
     def is_alone(self) -> bool:
@@ -282,25 +284,24 @@ class RequestQueue(asyncio.Queue[Observation]):
             reason = f"the agent put a request with the qid {request.qid!r}"
             raise EpisodeError(self.qid, f"{reason}: it must be its prompt's id, {self.qid!r}")
         turn = self.num_requests
+        try:
+            size = len(request.token_ids)
+        except TypeError:  # of a generator, or an array without dimensions: the engine refuses it
+            size = 0
         self.num_requests += 1
         self.context.watchdog.requested(self)
-        self.context.gate.num_in_flight += 1
-        size = len(request.token_ids) if hasattr(request.token_ids, "__len__") else 0
         self.context.observers.tell("generation_started", self.qid, turn, size)
-        answer = self._answer(request, turn, self._generate)
-        self._tasks.add(asyncio.get_running_loop().create_task(answer))
+        task = asyncio.get_running_loop().create_task(reply_to(request, self._generate))
+        self.context.gate.num_in_flight += 1  # nothing can fail between the task and its count
+        self._tasks.add(task)
+        task.add_done_callback(partial(self._deliver, turn))
 
-    async def _answer(
-        self,
-        request: GenerationRequest,
-        turn: int,
-        generate: Callable[[GenerationRequest], Awaitable[Reply]],
-    ) -> None:
-        """Await the engine's reply to a request and give it to the agent."""
-        reply = await reply_to(request, generate)
-        if self._generate is None:  # the attempt is over
+    def _deliver(self, turn: int, task: asyncio.Task[Reply]) -> None:
+        """Give the engine's reply to the agent, unless the attempt is over."""
+        if self._generate is None or task.cancelled() or task.exception() is not None:
             return
-        self._tasks.discard(asyncio.current_task())
+        reply = task.result()
+        self._tasks.discard(task)
         self.context.gate.land()
         self.context.watchdog.replied(self)
         if self._count_reply is not None:
@@ -424,28 +425,14 @@ async def _collect(attempt: RequestQueue, prompt: Prompt, group: str) -> tuple[T
         reason = "something the agent awaited was cancelled"
         raise EpisodeCancelledError(prompt.id, reason) from error
     except BaseException as error:  # of any kind: it must not end the other episodes
-        if _ends_the_program(error) or (isinstance(error, EpisodeError) and error.qid == prompt.id):
+        if end_of_program(error) is not None:
             raise
-        if isinstance(error, GeneratorExit) and not _is_running(task):
+        if isinstance(error, EpisodeError) and error.qid == prompt.id:
+            raise
+        if isinstance(error, GeneratorExit) and not is_running(task):
             raise  # the interpreter closes this coroutine
         kind = EpisodeTimeoutError if isinstance(error, TimeoutError) else EpisodeError
         known = set(map(id, attempt.environment_errors))
         if any(id(one) in known for one in causes_of(error)):
             kind = EnvironmentFailedError
         raise kind(prompt.id, reason_of(error)) from error
-
-
-def _ends_the_program(error: BaseException) -> bool:
-    """Return whether an exception is that of a signal or an exit, which is no failure."""
-    ends = (KeyboardInterrupt, SystemExit)
-    if isinstance(error, BaseExceptionGroup):
-        return error.subgroup(ends) is not None
-    return isinstance(error, ends)
-
-
-def _is_running(task: asyncio.Task[Any] | None) -> bool:
-    """Return whether an event loop runs the task now."""
-    try:
-        return task is not None and asyncio.current_task() is task
-    except RuntimeError:  # no event loop runs
-        return False

@@ -22,7 +22,7 @@ import sys
 from trajpack.cli import run
 for line in sys.stdin:
     run(line.split())
-loaded = {"torch", "numpy", "transformers", "rich", "pydantic_settings"} & {*sys.modules}
+loaded = {"torch", "numpy", "transformers", "rich"} & {*sys.modules}
 assert not loaded, loaded
 """
 
@@ -150,7 +150,7 @@ def test_a_failed_start_leaves_no_empty_folder(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr("trajpack.agent.observability.server.serve_metrics", full)
+    monkeypatch.setattr("prometheus_client.start_http_server", full)
     out = tmp_path / "new" / "deep" / "batch.safetensors"
     line = refusal("rollout", "--num-prompts", 1, "--metrics-port", 0, "--out", out)
     assert "cannot serve metrics at port 0: No space left on device" in line

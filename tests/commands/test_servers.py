@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from tests.agent.servers.loopback import (
 from tests.commands.command import call, refusal
 from trajpack import PackedBatch
 from trajpack.agent.models.tiny_model import build_tiny_model
+from trajpack.agent.servers.options import ServerOptions, TimeLimits
 
 pytestmark = pytest.mark.usefixtures("warm_judge")
 torch.set_num_threads(1)
@@ -105,16 +107,21 @@ def test_a_server_with_another_vocabulary_is_not_believed(
     assert "all 6 episodes failed" in said
 
 
+def shorten_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorter = partial(ServerOptions, time_limits=TimeLimits(start_s=0.2))
+    monkeypatch.setattr("trajpack.agent.servers.options.ServerOptions", shorter)
+
+
 def test_servers_are_refused_in_one_line(
     tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("TRAJPACK_SERVER_URLS", raising=False)
-    monkeypatch.setenv("TRAJPACK_SERVER_START_S", "0.2")
+    shorten_start(monkeypatch)
     rollout = ["rollout", *SMALL, "--out", tmp_path / "batch.safetensors"]
     vllm = [*rollout, "--engine", "vllm", "--model", tokenizer_folder]
-    assert "no server is named" in refusal(*vllm)
-    assert "--model is missing: with vllm" in refusal(*rollout, "--engine", "vllm")
-    alone = refusal(*rollout, "--server", "http://127.0.0.1:1")
+    assert "--server are missing: with vllm" in refusal(*vllm)
+    here = ["--server", "http://127.0.0.1:1"]
+    assert "--model is missing: with vllm" in refusal(*rollout, "--engine", "vllm", *here)
+    alone = refusal(*rollout, *here)
     assert "--engine must be sglang or vllm where a server is given" in alone
     assert "begins with http:// or https://; add it" in refusal(*vllm, "--server", "localhost:8000")
     secret = "http://user:secret@127.0.0.1:1"
@@ -125,10 +132,9 @@ def test_servers_are_refused_in_one_line(
 def test_a_server_that_is_away_is_refused(
     tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TRAJPACK_SERVER_START_S", "0.2")
-    monkeypatch.setenv("TRAJPACK_SERVER_URLS", "http://127.0.0.1:9")
+    shorten_start(monkeypatch)
     out = tmp_path / "batch.safetensors"
-    options = ["--engine", "sglang", "--model", tokenizer_folder]
+    options = ["--engine", "sglang", "--model", tokenizer_folder, "--server", "http://127.0.0.1:9"]
     said = refusal("rollout", *SMALL, "--out", out, *options)
     assert "no server is healthy after 0.2 s: 127.0.0.1:9: " in said
     assert not list(tmp_path.iterdir())

@@ -33,7 +33,6 @@ OPTIONAL = {
     "opentelemetry",
     "prometheus_client",
     "pyarrow",
-    "pydantic_settings",
     "ray",
     "reasoning_gym",
     "stamina",

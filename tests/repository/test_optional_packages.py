@@ -18,8 +18,8 @@ from tests.repository.test_architecture import PRODUCT, ROOT, imports_at_run_tim
 from tests.support.slow import slow_after
 from trajpack.packing.optional import BROUGHT_BY, explained, require
 
-OF_CORE = {"jinja2", "pydantic"}
-"""Optional by their own names, but brought by torch and typer."""
+OF_CORE = {"jinja2"}
+"""Optional by its own name, but brought by torch."""
 HIDE = f"""
 import sys
 from importlib.machinery import PathFinder
@@ -62,11 +62,9 @@ ENTRIES = {
     "agent.rollout.rollout:prepare_rollout(module.RolloutSettings())": (
         "anyio", "trajpack[agent]"),
     "agent:RolloutMetrics()": ("prometheus_client", "trajpack[metrics]"),
-    "agent:serve_metrics(None)": ("prometheus_client", "trajpack[metrics]"),
     "agent:RolloutTracer()": ("opentelemetry", "trajpack[metrics]"),
     "agent:VLLMEngine('http://127.0.0.1:9')": ("httpcore", "trajpack[servers]"),
     "agent:SGLangEngine('http://127.0.0.1:9')": ("httpcore", "trajpack[servers]"),
-    "agent:ServerSettings.from_environment()": ("pydantic_settings", "trajpack[servers]"),
     "agent.ray:RolloutWorkers(None, 1)": ("anyio", "trajpack[agent]"),
     "agent.ray:local_cluster(num_cpus=1).__enter__()": ("ray", "trajpack[ray]"),
     "agent:TRLRollout(None, None, [])._generate([], [], None)": ("trl", "trl"),
@@ -210,7 +208,6 @@ def test_what_is_to_be_installed_brings_the_package() -> None:
     others = {
         "huggingface_hub": "transformers",
         "opentelemetry": "opentelemetry_sdk",
-        "pydantic": "pydantic_settings",
         "tokenizers": "transformers",
     }
     for module, package in BROUGHT_BY.items():

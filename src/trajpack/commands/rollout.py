@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from trajpack.agent.errors import SetupError
 from trajpack.agent.models.hub import model_folder
-from trajpack.agent.observability.pack_watch import watch_pack
 from trajpack.agent.rollout.files import save_rollout
 from trajpack.agent.rollout.log import RolloutLog
 from trajpack.agent.rollout.places import tokenizer_folder, writable
@@ -109,9 +109,10 @@ def _roll_out(
             raise SetupError(f"{ended or common}; {_NOTHING}")
         buffer = TrajectoryBuffer(device=settings.device)
         buffer.extend(outcome.trajectories)
-        with watch_pack(*observers) as watched:
-            batch = buffer.pack("merged" if layout == "tree" else layout)
-            watched.batch = batch
+        began = time.perf_counter()
+        batch = buffer.pack("merged" if layout == "tree" else layout)
+        for metrics in observers:
+            metrics.pack_ended(batch, time.perf_counter() - began)
         with writing(out):
             save_rollout(batch, prepared.tokenizer, out)
         rows = report(outcome, board.progress, batch, num_merged=buffer.num_tokens)
@@ -166,18 +167,28 @@ def _metrics(settings: RolloutSettings) -> Iterator[tuple[RolloutMetrics, ...]]:
         yield ()
         return
     from trajpack.agent.observability.metrics import RolloutMetrics
-    from trajpack.agent.observability.server import serve_metrics
+    from trajpack.packing.optional import require
+
+    require("prometheus_client")
+    import prometheus_client
 
     metrics = RolloutMetrics()
+    address = "127.0.0.1"
     try:
-        server = serve_metrics(metrics.registry, port=settings.metrics_port)
+        server, thread = prometheus_client.start_http_server(
+            settings.metrics_port, address, metrics.registry
+        )
     except OSError as error:
         reason = error.strerror or error
         where = f"port {settings.metrics_port}"
         raise SetupError(f"cannot serve metrics at {where}: {reason}") from error
-    with server:
-        say(f"metrics at {server.url}")
+    say(f"metrics at http://{address}:{server.server_port}/metrics")
+    try:
         yield (metrics,)
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 def _show(settings: RolloutSettings, out: Path, rows: list[tuple[str, str]], title: str) -> None:

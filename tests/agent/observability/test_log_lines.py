@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 
 from trajpack.agent.agents.math_multi_turn import MathMultiTurnAgent
-from trajpack.agent.observability.pack_watch import WatchedPack, watch_pack
 from trajpack.agent.protocols import GenerationOutput, Observation, Prompt, Reply, SamplingParams
 from trajpack.packing.text import one_line
 
@@ -99,16 +97,6 @@ def test_an_answer_that_cannot_be_logged_forges_no_line(
     assert is_harmless(record.getMessage())
     assert record.getMessage().startswith("episode 'q\\n@0': its answers were not logged: x\\r\\n")
     assert record.exc_info is None
-
-
-def test_an_observer_of_packs_that_fails_forges_no_line(caplog: pytest.LogCaptureFixture) -> None:
-    class Fails:
-        def pack_ended(self, pack: WatchedPack) -> None:
-            raise ValueError(HOSTILE)
-
-    with caplog.at_level(logging.ERROR), watch_pack(Fails()):
-        pass
-    assert [is_harmless(record.getMessage()) for record in caplog.records] == [True]
 
 
 def log_calls() -> list[Any]:

@@ -8,11 +8,9 @@ from prometheus_client import CollectorRegistry
 
 from trajpack.agent import errors
 from trajpack.agent.observability.metrics import CAUSES, RolloutMetrics
-from trajpack.agent.observability.pack_watch import watch_pack
 from trajpack.agent.protocols import GenerationOutput, Prompt
 from trajpack.agent.runner.runner import EpisodeResult
-from trajpack.packing.buffer.buffer import TrajectoryBuffer, pack
-from trajpack.packing.buffer.static_batch import StaticBatch
+from trajpack.packing.buffer.buffer import pack
 from trajpack.packing.plan.plan import plan_micro_batches
 from trajpack.packing.types import Trajectory, Turn, VersionSpan
 
@@ -263,10 +261,9 @@ def broken() -> Trajectory:
 
 def test_a_pack_is_counted_with_its_breaks_and_its_fill(watched: Watched) -> None:
     whole = Trajectory("whole", [Turn([1] * 3, [2], [-0.1]), Turn([1, 1, 1, 2, 7], [8], [-0.1])])
-    with watch_pack(watched.metrics) as watching:
-        watching.batch = pack([whole, broken()])
-        watching.plan = plan_micro_batches(watching.batch.seqlens, capacity=10)
-    assert watching.batch.seqlens == (6, 5, 2)
+    batch = pack([whole, broken()])
+    watched.metrics.pack_ended(batch, 0.25, plan_micro_batches(batch.seqlens, capacity=10))
+    assert batch.seqlens == (6, 5, 2)
     assert watched("packed_continuations_total") == 3
     assert watched("prefix_breaks_total") == 1
     assert watched("packed_tokens_total") == 13
@@ -274,25 +271,12 @@ def test_a_pack_is_counted_with_its_breaks_and_its_fill(watched: Watched) -> Non
     assert watched("rectangle_fill_ratio_sum") == pytest.approx(13 / 18)
     assert watched("plan_fill_ratio_sum") == pytest.approx(13 / 20)
     assert watched("pack_seconds_count") == 1
-    assert 0 < watched("pack_seconds_sum") == watching.seconds
+    assert watched("pack_seconds_sum") == 0.25
 
 
 def test_breaks_are_not_counted_where_sequences_are_not_chains(watched: Watched) -> None:
-    buffer = TrajectoryBuffer()
-    buffer.add(broken())
-    static = StaticBatch(capacity=20, max_turns=8)
-    for make in (lambda: buffer.pack("turns"), lambda: buffer.pack_into(static)):
-        with watch_pack(watched.metrics) as watching:
-            watching.batch = make()
+    watched.metrics.pack_ended(pack([broken()], "turns"), 0.25)
+    watched.metrics.pack_ended(pack([]), 0.25)  # an empty batch is fine
     assert watched("packed_continuations_total") == watched("prefix_breaks_total") == 0
     assert watched("rectangle_fill_ratio_count") == 1
-
-
-def test_a_pack_that_fails_is_counted_and_goes_on_to_the_caller(watched: Watched) -> None:
-    with pytest.raises(ValueError, match="no turns"), watch_pack(watched.metrics):
-        raise ValueError("no turns")
-    with watch_pack(watched.metrics) as watching:
-        watching.batch = TrajectoryBuffer().pack()  # an empty batch is fine
-    assert watched("pack_errors_total") == 1
     assert watched("pack_seconds_count") == 2
-    assert watched("packed_tokens_total") == 0

@@ -12,12 +12,12 @@ from urllib.request import urlopen
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client import start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.agent.runner.runner_cases import EchoEngine
 from trajpack.agent.errors import GenerationError, ServerUnavailableError
 from trajpack.agent.observability.metrics import RolloutMetrics
-from trajpack.agent.observability.server import MetricsServer, serve_metrics
 from trajpack.agent.observability.tracing import RolloutTracer
 from trajpack.agent.protocols import Environment, GenerationOutput, Observation, Prompt, Reply
 from trajpack.agent.runner.runner import EpisodeResult, RolloutRunner
@@ -117,8 +117,8 @@ def prompts(count: int = NUM_PROMPTS) -> list[Prompt]:
     return [Prompt(f"q{k}", [1, 2, 3]) for k in range(count)]
 
 
-def scraped(server: MetricsServer) -> dict[str, float]:
-    with urlopen(server.url) as page:
+def scraped(port: int) -> dict[str, float]:
+    with urlopen(f"http://127.0.0.1:{port}/metrics") as page:
         text = page.read().decode()
     return {
         sample.name: sample.value
@@ -128,22 +128,25 @@ def scraped(server: MetricsServer) -> dict[str, float]:
     }
 
 
-async def run_all(watch: Watch, server: MetricsServer) -> tuple[list[EpisodeResult], float]:
+async def run_all(watch: Watch, port: int) -> tuple[list[EpisodeResult], float]:
     results, most_in_flight = [], 0.0
     async with ShuffledEngine() as engine:
         async for result in watch.runner(engine, group_size=2, concurrency=64).run(prompts()):
             results.append(result)
             if len(results) == 50:
-                page = await asyncio.to_thread(scraped, server)
+                page = await asyncio.to_thread(scraped, port)
                 most_in_flight = page["trajpack_episodes_in_flight"]
     return results, most_in_flight
 
 
 def test_a_run_with_failures_is_counted_to_the_last_episode() -> None:
     watch = Watch()
-    with serve_metrics(watch.metrics.registry) as server:
-        results, in_flight = asyncio.run(run_all(watch, server))
-        page = scraped(server)
+    server, thread = start_http_server(0, "127.0.0.1", watch.metrics.registry)
+    results, in_flight = asyncio.run(run_all(watch, server.server_port))
+    page = scraped(server.server_port)
+    server.shutdown()
+    server.server_close()
+    thread.join()
     assert 0 < in_flight <= 64
     watch.check_nothing_is_left()
     tenth = 2 * NUM_PROMPTS // 10

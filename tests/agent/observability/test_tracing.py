@@ -13,11 +13,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
 from trajpack.agent.errors import EpisodeError, EpisodeTimeoutError, MalformedResponseError
-from trajpack.agent.observability.pack_watch import watch_pack
 from trajpack.agent.observability.tracing import RolloutTracer
 from trajpack.agent.protocols import GenerationOutput
-from trajpack.packing.buffer.buffer import pack
-from trajpack.packing.types import Trajectory, Turn
 
 SECRET = "what the model said\n\x1b[2J"
 
@@ -249,36 +246,9 @@ def test_a_run_that_was_given_up_can_be_closed(traced: Traced) -> None:
     assert len(traced.named("generation")) == 3
 
 
-def test_the_span_of_a_pack_is_a_child_of_the_current_span(traced: Traced) -> None:
-    turns = [Turn([1, 2], [3], [-0.1]), Turn([9], [5, 6], [-0.1, -0.2])]
-    step = traced.provider.get_tracer("mine").start_as_current_span("step")
-    with step, watch_pack(traced.tracer) as watching:
-        watching.batch = pack([Trajectory("a", turns)])
-    (span,) = traced.named("pack")
-    assert parent_of(span, traced.spans).name == "step"
-    assert span.attributes == {
-        "trajpack.pack.layout": "merged",
-        "trajpack.pack.num_trajectories": 1,
-        "trajpack.pack.num_turns": 2,
-        "trajpack.pack.num_sequences": 2,
-        "trajpack.pack.num_tokens": 6,
-        "trajpack.pack.num_generated": 3,
-        "trajpack.pack.num_continuations": 1,
-        "trajpack.pack.num_prefix_breaks": 1,
-        "trajpack.pack.rectangle_fill": 1.0,
-    }
-    assert span.start_time == watching.began_ns
-    assert span.end_time == watching.began_ns + int(watching.seconds * 1e9)
-    with pytest.raises(MemoryError), watch_pack(traced.tracer):
-        raise MemoryError(SECRET)
-    assert traced.named("pack")[1].status.description == "MemoryError"
-
-
 def test_tracing_works_without_an_sdk_and_without_sampling() -> None:
     for tracer in (RolloutTracer(), RolloutTracer(TracerProvider(sampler=ALWAYS_OFF))):
         tracer.episode_started("q@0", 0)
         lead_turn(tracer, "q@0", 0)
         tracer.episode_ended("q@0", 0, EpisodeError("q@0", "x"), final=True)
-        with watch_pack(tracer) as watching:
-            watching.batch = pack([])
         assert tracer.num_open == 0

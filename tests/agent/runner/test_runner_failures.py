@@ -21,6 +21,7 @@ from tests.agent.runner.runner_cases import (
     runner,
     serve,
 )
+from trajpack.agent.engines.function_engine import FunctionEngine
 from trajpack.agent.errors import (
     EngineEndedError,
     EnvironmentFailedError,
@@ -31,8 +32,9 @@ from trajpack.agent.errors import (
 )
 from trajpack.agent.protocols import Prompt
 from trajpack.agent.runner.attempt import RunnerContext, attempt_episode
+from trajpack.agent.runner.observers import RolloutObserver
 from trajpack.agent.runner.policy import BackOff, RetryPolicy, RolloutPolicy
-from trajpack.agent.runner.runner import Progress
+from trajpack.agent.runner.runner import Progress, RolloutRunner
 from trajpack.agent.seeding import derive_seed
 from trajpack.packing.types import Trajectory, Turn
 
@@ -133,6 +135,56 @@ def test_every_exception_fails_its_episode_or_ends_the_program(
     assert agent.active == 0
     if not isinstance(raised, asyncio.CancelledError):
         assert error.cause == place
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("raised", [*FAILURES, *ENDS], ids=repr)
+def test_every_exception_of_an_engine_is_a_reply_or_ends_the_program(raised: BaseException) -> None:
+    async def draw(ids: Any, sampling: Any) -> Any:
+        if ids == [1]:
+            raise raised
+        return [7], [-1.0], True
+
+    async def body() -> list[Any]:
+        asked = [Prompt("q0", [1]), Prompt("q1", [2])]
+        async with FunctionEngine(draw) as engine, asyncio.timeout(30):
+            running = RolloutRunner(engine, TwoTurns(), NoEnvironment())
+            results = [result async for result in running.run(asked)]
+            async with running.paused(drain=True):
+                return [result.error for result in sorted(results, key=lambda it: it.qid)]
+
+    if raised in ENDS:
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
+            asyncio.run(body())
+        return
+    failed, well = asyncio.run(body())
+    assert well is None
+    assert isinstance(failed, EpisodeError)
+    assert failed.cause == "generation"
+
+
+@pytest.mark.parametrize("fault", ["size", "observer"])
+def test_a_request_that_fails_before_it_is_sent_leaves_no_count(fault: str) -> None:
+    class Panics(RolloutObserver):
+        def generation_started(self, *_: Any) -> None:
+            raise Panic("no")
+
+    class AsksWithoutSize(TwoTurns):
+        async def collect_trajectory(self, prompt: Prompt, env: Any, *queues: Any) -> Any:
+            await queues[0].put((prompt.id, np.array(5), None))
+            raise ValueError("it was sent")
+
+    async def body() -> list[Any]:
+        agent = AsksWithoutSize() if fault == "size" else TwoTurns()
+        observers = [Panics()] if fault == "observer" else []
+        async with EchoEngine() as engine, asyncio.timeout(30):
+            running = RolloutRunner(engine, agent, NoEnvironment(), observers=observers)
+            results = [result async for result in running.run([Prompt("q0", [1])])]
+            async with running.paused(drain=True):
+                return results
+
+    (result,) = asyncio.run(body())
+    assert isinstance(result.error, EpisodeError)
 
 
 def test_a_coroutine_that_is_closed_without_an_event_loop_ends_silently(

@@ -1,0 +1,30 @@
+"""Options of engines that use servers: wrong values are named."""
+
+import numpy as np
+import pytest
+
+from tests.agent.servers.loopback import options
+from trajpack.agent.servers.options import RetryLimits, TimeLimits
+
+
+def test_the_limits_say_what_is_wrong_with_them() -> None:
+    for make, reason in (
+        (lambda: TimeLimits(connect_s=0), "connect_s must be above 0, got 0"),
+        (lambda: RetryLimits(max_attempts=0), "max_attempts must be above 0, got 0"),
+        (lambda: options(vocab_size=0), "vocab_size must be above 0, got 0"),
+        (lambda: options(logprobs="cooked"), "logprobs must be 'raw'"),
+        (lambda: options(token="a\nb"), "token must be printable"),
+        (lambda: TimeLimits(connect_s=float("nan")), "connect_s must be above 0, got nan"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            make()
+    for make, reason in (
+        (lambda: TimeLimits(connect_s="5"), "connect_s must be a number, got str"),
+        (lambda: RetryLimits(max_attempts=2.5), "max_attempts must be an integer, got float"),
+        (lambda: options(max_connections=True), "max_connections must be an integer, got bool"),
+        (lambda: options(token=b"abc"), "token must be a string, got bytes"),
+        (lambda: options(seed=0.5), "seed must be an integer, got float"),
+    ):
+        with pytest.raises(TypeError, match=reason):
+            make()
+    assert options(vocab_size=np.int64(9), seed=np.int32(3)).vocab_size == 9

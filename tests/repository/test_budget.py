@@ -77,12 +77,29 @@ def test_no_part_is_larger_than_its_row_and_rows_follow(name: str) -> None:
 
 @pytest.mark.parametrize("part", AIMS)
 def test_parts_are_within_their_aims(part: str) -> None:
-    parents = ("tests",) if part == "tests" else (*LAYERS, "src")
-    names = [name for name in SIZES if name.split("/")[0] in parents]
-    assert sum(SIZES[name] for name in names) <= AIMS[part]
+    assert sum(size for name, size in SIZES.items() if part_of(name) == part) <= AIMS[part]
+
+
+def part_of(name: str) -> str:
+    """Return the part that a row belongs to: product, tests, or the row itself."""
+    top = name.split("/")[0]
+    return "product" if top in (*LAYERS, "src") else top
+
+
+def lowered() -> dict[str, int]:
+    """Return the table as it may be now: code may move within a part, which must not grow."""
+    table = rows()
+    grown = {
+        part
+        for part in map(part_of, SIZES)
+        if sum(size for name, size in SIZES.items() if part_of(name) == part)
+        > sum(row for name, row in table.items() if part_of(name) == part)
+    }
+    return {
+        name: min(size, table.get(name, 0)) if part_of(name) in grown else size
+        for name, size in SIZES.items()
+    }
 
 
 if __name__ == "__main__":
-    known = rows() if TABLE.exists() else SIZES
-    lower = {name: min(size, known.get(name, size)) for name, size in SIZES.items()}
-    TABLE.write_text("".join(f"{name} {size}\n" for name, size in lower.items()))
+    TABLE.write_text("".join(f"{name} {size}\n" for name, size in lowered().items()))

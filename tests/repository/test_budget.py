@@ -82,7 +82,7 @@ def test_parts_are_within_their_aims(part: str) -> None:
 
 def part_of(name: str) -> str:
     """Return the part that a row belongs to: product, tests, or the row itself."""
-    top = name.split("/")[0]
+    top = name.partition("/")[0]
     return "product" if top in (*LAYERS, "src") else top
 
 

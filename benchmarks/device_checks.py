@@ -27,9 +27,8 @@ from benchmarks import machine
 from benchmarks.contest import Contender
 from benchmarks.timing import cold_ms, copy_of, measure, on_device_ms
 from benchmarks.workloads import EVEN_SEQUENCES, SEQUENCES
-from tests.gpu.checks import compared, replays_call, replays_static, without_waits
+from tests.gpu.checks import compared, replays_call, without_waits
 from tests.ptx.calls import RATES, SMALL, Call, Drawn, counted_calls, every_call
-from trajpack import GAE, GRPO, TurnGAE
 from trajpack.kernels import block_shapes, gae
 from trajpack.kernels.block_shapes import BlockShape
 
@@ -123,13 +122,10 @@ def sync(setting: Setting) -> Iterator[tuple[Row, Check]]:
 
 
 def graphs(setting: Setting) -> Iterator[tuple[Row, Check]]:
-    """Replay captured calls; and a captured static batch, with credit, for other contents."""
+    """Replay captured calls."""
     for name, call in setting.calls():
         if not name.startswith("pack") and name != "select":  # which copy tables from the host
             yield {"call": name}, partial(replays_call, call, setting.device)
-    for estimator in (GRPO(), TurnGAE(), GAE(0.99, 0.95, whiten=True)):
-        row = {"call": f"StaticBatch.run, {type(estimator).__name__}"}
-        yield row, partial(replays_static, setting.drawn(), estimator)
 
 
 def dense(setting: Setting) -> Iterator[tuple[Row, Check]]:

@@ -5,7 +5,6 @@ from trajpack.packing.batch.batch import PackedBatch as PackedBatch
 from trajpack.packing.batch.unpack import unpack as unpack
 from trajpack.packing.buffer.buffer import TrajectoryBuffer as TrajectoryBuffer, pack as pack
 from trajpack.packing.buffer.resident import pack_resident as pack_resident
-from trajpack.packing.buffer.static_batch import StaticBatch as StaticBatch
 from trajpack.packing.credit.estimators import (
     GAE as GAE,
     GPG as GPG,

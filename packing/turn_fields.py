@@ -18,8 +18,6 @@ class TurnField(NamedTuple):
     """Attribute of `PackedBatch`: a tensor ``[turns]``."""
     dtype: torch.dtype
     """Dtype of the tensor."""
-    padding: float
-    """Value of the padding turns of a `StaticBatch`."""
 
     @property
     def numpy_dtype(self) -> np.dtype[np.generic]:
@@ -34,11 +32,11 @@ class TurnField(NamedTuple):
 
 
 TURN_FIELDS = (
-    TurnField("reward", "turn_rewards", torch.float64, 0.0),
-    TurnField("truncated", "turn_truncated", torch.bool, False),
-    TurnField("version_start", "turn_version_start", torch.int32, -1),
-    TurnField("version_end", "turn_version_end", torch.int32, -1),
+    TurnField("reward", "turn_rewards", torch.float64),
+    TurnField("truncated", "turn_truncated", torch.bool),
+    TurnField("version_start", "turn_version_start", torch.int32),
+    TurnField("version_end", "turn_version_end", torch.int32),
 )
-"""Each has an attribute of `Turn` and one of `PackedBatch`. The buffer's tables, batches, static
-batches, batch files, `unpack`, `TrajectoryArrays` (log, Parquet, Ray) and the equality of turns
+"""Each has an attribute of `Turn` and one of `PackedBatch`. The buffer's tables, batches, batch
+files, `unpack`, `TrajectoryArrays` (log, Parquet, Ray) and the equality of turns
 loop over this table. New rows go to its end: stored logs hold the numbers in this order."""

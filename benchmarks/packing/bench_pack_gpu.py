@@ -16,12 +16,11 @@ from benchmarks.packing.resident_turns import on_device
 from benchmarks.packing.whole_job import WROTE, Fields, assert_same_fields, by_numpy
 from benchmarks.promises import PACK_ONLY
 from benchmarks.workloads import WORKLOADS, conversations, filled
-from trajpack import StaticBatch, TrajectoryBuffer, pack_resident
+from trajpack import TrajectoryBuffer, pack_resident
 
 pytestmark = pytest.mark.gpu
 JOB = "pack to the device"
 SIZES_JOB = "cost against size"
-STATIC = f"{OURS}, static batch"
 RESIDENT = f"{OURS}, turns on the device"
 SIZES = [2**power for power in range(10, 27)]
 
@@ -47,21 +46,6 @@ def pack_only(trajectories, device, layout="turns"):
     return Contender(PACK_ONLY, functools.partial(buffer.pack, layout), WROTE, release=refill)
 
 
-def static_run(trajectories, device, expected):
-    """Return the device's part of a static batch, which a CUDA graph replays."""
-    buffer = filled(trajectories, device)
-    turns = buffer.num_turns
-    static = StaticBatch(capacity=len(expected.input_ids), max_turns=turns, device=device)
-    static.fill(buffer, "turns")
-
-    def check(batch):
-        moved = {name: getattr(batch, name).cpu() for name in Fields._fields}
-        moved["cu_seqlens"] = moved["cu_seqlens"][: turns + 1]  # behind it, padding
-        assert_same_fields(Fields(**moved), expected)
-
-    return Contender(STATIC, static.run, WROTE, check)
-
-
 def resident(trajectories, device):
     """Return packing of turns whose tensors are on the device before."""
     given = on_device(trajectories, device)
@@ -83,7 +67,6 @@ def contest(job, workload, trajectories, ways, device):
     tokens = len(expected.input_ids)
     entrants = [end_to_end(trajectories, device), pack_only(trajectories, device)]
     if job == JOB:
-        entrants.append(static_run(trajectories, device, expected))
         entrants.append(resident(trajectories, device))
     entrants += [
         Contender(name, functools.partial(way, trajectories, device), WROTE, on_host=True)

@@ -13,7 +13,7 @@ from trajpack.kernels.dispatch import Impl, call_op, register_op, resolve_impl
 from trajpack.kernels.fields.build import check_run_table, check_runs, check_stretches
 from trajpack.kernels.fields.stretches import copier, located, taken
 from trajpack.kernels.fields.units import UNITS, Rows, as_rows, empty_units, layouts_of, rows_of
-from trajpack.kernels.runs import MAX_TOKENS, TILE, Run, in_tiles
+from trajpack.kernels.runs import MAX_TOKENS, Run
 from trajpack.kernels.validation import check_integer, check_tensor, values_to_check
 
 OP = "gather_fields"
@@ -60,8 +60,6 @@ def gather_fields(
     fields: Sequence[FieldLayout],
     num_tokens: int,
     impl: Impl = "auto",
-    *,
-    out: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
     r"""Gather the rows of extra fields into one row for each token of a batch.
 
@@ -74,15 +72,14 @@ def gather_fields(
         fields: Layouts of the rows.
         num_tokens: Tokens of the batch.
         impl: As for `trajpack.kernels.fields.build.build`.
-        out: Memory of `empty_rows` for the result, which can then be captured in a CUDA graph.
 
     Returns:
         A tensor ``[num_tokens, *shape]`` for each field; ``fill`` where a token has no row.
 
     Raises:
         TypeError: If a dtype is none of the above.
-        ValueError: If shapes or devices disagree, ``out`` is not in whole tiles, or, for tensors on
-            the host, the tables do not end at ``num_tokens`` or lead out of ``words``.
+        ValueError: If shapes or devices disagree, or, for tensors on the host, the tables do not
+            end at ``num_tokens`` or lead out of ``words``.
 
     Cost: one launch for all fields, no copy, no host synchronisation.
 
@@ -102,21 +99,10 @@ def gather_fields(
     check_integer(OP, "num_tokens", num_tokens, most=MAX_TOKENS)
     chosen, layouts = resolve_impl(OP, impl, words.device), _layouts(fields)
     masks = [field.generated_only for field in fields]
-    if out is not None:
-        units = [_whole_units(*pair, num_tokens) for pair in zip(out, layouts, strict=True)]
-        _write(units, GatherInputs(words, runs, sources, num_tokens, layouts, masks), chosen)
-        return list(out)
     inputs = (one.contiguous() for one in (words, runs, sources))
     numbers = [number for layout in layouts for number in layout]
     gathered = call_op("gather_fields", *inputs, num_tokens, numbers, masks, chosen)
     return _as_rows(gathered, fields, num_tokens)
-
-
-def empty_rows(
-    fields: Sequence[FieldLayout], num_tokens: int, device: torch.device
-) -> list[torch.Tensor]:
-    """Return uninitialised rows over memory in whole tiles, for `gather_fields`."""
-    return _as_rows(empty_units(_layouts(fields), num_tokens, device), fields, num_tokens)
 
 
 def _layouts(fields: Sequence[FieldLayout]) -> list[Rows]:
@@ -128,18 +114,6 @@ def _as_rows(
 ) -> list[torch.Tensor]:
     pairs = zip(units, fields, strict=True)
     return [as_rows(one, num_tokens, field.dtype, field.shape) for one, field in pairs]
-
-
-def _whole_units(rows: torch.Tensor, layout: Rows, num_tokens: int) -> torch.Tensor:
-    """Return rows that the caller gave as units; raise unless they are in whole tiles."""
-    room = rows.untyped_storage().nbytes() // layout.unit
-    size = in_tiles(num_tokens * layout.width)
-    if rows.storage_offset() or room < size or not rows.is_contiguous():
-        raise ValueError(
-            f"{OP}: rows must be in whole tiles of {TILE} units, as empty_rows makes them, "
-            f"got shape {list(rows.shape)} with room for {room} units of {layout.unit} bytes"
-        )
-    return rows.view(-1).view(UNITS[layout.unit]).as_strided((size,), (1,))
 
 
 def _write(out: Sequence[torch.Tensor], given: GatherInputs, impl: str) -> None:

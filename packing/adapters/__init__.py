@@ -8,10 +8,10 @@ Docstrings of the functions do not repeat these rules of all formats:
   ``pad_token_id`` is the token id at padding.
 - Where a reward is of a row and an option chooses it, ``"rewards"`` is the sum over its turns, not
   discounted, and ``"returns"`` the discounted return of its first turn.
-- ``to_*`` raise a `ValueError` for a padded batch (a micro-batch knows its padding), for a batch
-  without advantages if the format has them, for an option that is none of those listed, and for an
-  extra field with the name of another key; a `TypeError` for a micro-batch where the format is of
-  whole batches; a `ModuleNotFoundError` if they need a trainer's package that is not installed.
+- ``to_*`` raise a `ValueError` for a batch without advantages if the format has them, for an
+  option that is none of those listed, and for an extra field with the name of another key; a
+  `TypeError` for a micro-batch where the format is of whole batches; a `ModuleNotFoundError` if
+  they need a trainer's package that is not installed.
 - ``from_*`` make a turn of each run of generated tokens, with everything before it as prompt. Turns
   that generated nothing, or had no token between them, are lost or joined. ``ids`` of trajectories
   are their group and a number if ``None``; ``groups`` are none if ``None``. ``missing_reward`` is

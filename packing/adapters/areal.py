@@ -195,7 +195,7 @@ def to_sequence_sample(batch: PackedBatch) -> dict[str, Any]:
     Not carried: groups, per-token versions, undiscounted rewards.
 
     Raises:
-        ValueError: If the batch is in another layout or padded, an id occurs twice, or only some
+        ValueError: If the batch is in another layout, an id occurs twice, or only some
             trajectories have a birth time or a task id.
 
     Cost: reads the turn tables back to the host, which synchronises a device; one gather.

@@ -9,7 +9,7 @@ import torch
 from trajpack.packing.adapters.huggingface_head import LMHead
 from trajpack.packing.isolation.isolation import check_isolation
 from trajpack.packing.isolation.trees import check_tree_attention
-from trajpack.packing.rows.packed import Packed, check_unpadded, holds_token
+from trajpack.packing.rows.packed import Packed, holds_token
 from trajpack.packing.tree_attention.huggingface import register_tree_attention
 
 __all__ = [
@@ -57,8 +57,7 @@ def to_padding_free(
     Not carried: log-probabilities, versions, returns, advantages, turns.
 
     Raises:
-        ValueError: If ``labels`` is neither; if it is ``"all"`` and the batch that of a
-            `StaticBatch`, whose padding would have labels.
+        ValueError: If ``labels`` is neither.
 
     Cost: labels take some launches over the tokens, positions one where they do not start at 0;
     the rest are views. No synchronisation.
@@ -71,8 +70,6 @@ def to_padding_free(
     """
     if labels not in ("generated", "all"):
         raise ValueError(f"to_padding_free: labels must be 'generated' or 'all', got {labels!r}")
-    if labels == "all":
-        check_unpadded(batch)
     holds = holds_token(batch)
     labelled = torch.where(
         batch.loss_mask if labels == "generated" else holds, batch.input_ids, IGNORED

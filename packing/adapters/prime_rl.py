@@ -18,7 +18,7 @@ from trajpack.packing.rows.packed import (
     Packed,
     advantages_of,
     check_not_ragged,
-    check_unpadded,
+    check_sequences,
     check_whole,
     holds_token,
     lengths_in_memory,
@@ -92,7 +92,7 @@ def to_tensor_micro_batch(
     synchronisation.
     """
     op = "to_tensor_micro_batch"
-    check_unpadded(batch)
+    check_sequences(batch)
     check_not_ragged(op, batch, READ)
     lengths = list(lengths_in_memory(batch)[: max(len(num_kept_of(batch)), 1)])
     if lengths:  # all padding behind is in the last one

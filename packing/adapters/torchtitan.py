@@ -12,7 +12,7 @@ from trajpack.packing.rows.packed import (
     Packed,
     advantages_of,
     at_trained,
-    check_unpadded,
+    check_sequences,
     check_whole,
     num_kept_of,
     pieces_of,
@@ -69,7 +69,7 @@ def to_training_microbatch(
     if multiple < 1:
         raise ValueError(f"{op}: per_sample_pad_multiple must be at least 1, got {multiple}")
     for batch in batches:
-        check_unpadded(batch)
+        check_sequences(batch)
     if seq_len is None:
         seq_len = max(_needed(batch, multiple) for batch in batches)
     packed = [_row(batch, seq_len, pad_id=pad_id, multiple=multiple) for batch in batches]

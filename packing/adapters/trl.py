@@ -11,7 +11,7 @@ from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.rows.packed import (
     Packed,
     advantages_of,
-    check_unpadded,
+    check_sequences,
     check_whole,
     pieces_of,
     places_of,
@@ -204,7 +204,7 @@ def to_async_row(
     """
     if isinstance(batch, TreeNodes):
         return row_of_tree(batch, num_trained)
-    check_unpadded(batch)
+    check_sequences(batch)
     advantages = advantages_of("to_async_row", batch)
     size = batch.num_generated if isinstance(batch, PackedBatch) else batch.num_tokens
     trained = torch.nonzero_static(batch.loss_mask, size=size, fill_value=-1)[:, 0]
@@ -253,7 +253,7 @@ def to_flat_async_row(batch: Packed, *, num_trained: torch.Tensor | None = None)
 
     Cost: views and a few launches, no synchronisation.
     """
-    check_unpadded(batch)
+    check_sequences(batch)
     return {
         "input_ids": batch.input_ids[None],
         "attention_mask": torch.ones_like(batch.input_ids)[None],

@@ -254,11 +254,10 @@ class PackedBatch(LabelMethods, LogprobMethods):
         """Turns, but a trajectory's first, that began a new chain: a sequence of its own.
 
         Their prompts do not begin with the turns before them. ``None`` in layout ``"turns"``, where
-        every turn is a sequence, and in the padded batch of a `StaticBatch`. Read from the host.
-        `TreeStatistics.breaks` says where and why each prefix broke.
+        every turn is a sequence. Read from the host. `TreeStatistics.breaks` says where and why
+        each prefix broke.
         """
-        has_chains = self.layout == "merged" and not self.is_padded
-        return len(self) - len(self.ids) if has_chains else None
+        return len(self) - len(self.ids) if self.layout == "merged" else None
 
     @property
     def device(self) -> torch.device:
@@ -449,7 +448,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
         a batch that was not packed but copied or loaded, the host knows less: up to six more, and
         trajectories of several sequences count as one of all their tokens.
         ``metrics`` of an estimator that does not whiten are one launch at most, at first access:
-        read them before `advantages` are changed in place, and before a `StaticBatch` runs again.
+        read them before `advantages` are changed in place.
         No copy, no synchronisation.
 
         Reference:
@@ -555,8 +554,8 @@ class PackedBatch(LabelMethods, LogprobMethods):
             ValueError: If ``per`` is unknown, or the aggregation has no sequence mean; see also
                 `trajpack.kernels.loss_weights`.
 
-        Cost: one launch over tokens for ``"token_mean"`` and ``"constant"``, and a second one for
-        the former in a `StaticBatch`; four for all others, of which one is over tokens.
+        Cost: one launch over tokens for ``"token_mean"`` and ``"constant"``; four for all others,
+        of which one is over tokens.
         Of a batch whose `loss_mask` was narrowed, or that was not packed but copied or loaded, that
         of `trajpack.kernels.loss_weights` and a dozen small operations. A few more with
         ``truncated="mask"``. No copy, no synchronisation.
@@ -576,8 +575,8 @@ class PackedBatch(LabelMethods, LogprobMethods):
 
         counts, places = self._units(aggregation, per, truncated)
         check_denominator(aggregation, denominator, self.device)
-        is_known = self._is_whole and not self.is_padded  # by every replay of a graph
-        if aggregation == "token_mean" and denominator is None and truncated == "keep" and is_known:
+        counts_all = aggregation == "token_mean" and truncated == "keep" and self._is_whole
+        if counts_all and denominator is None:
             denominator = max(self.num_generated, 1)  # without generated tokens all weights are 0
         chosen = resolve_impl("loss_weights", impl, self.device)
         weights = shares_of(aggregation, counts, places, denominator, chosen)
@@ -945,8 +944,6 @@ class PackedBatch(LabelMethods, LogprobMethods):
         """
         sequence = self.turn_sequence.cpu().numpy()
         ends = self.turn_spans[:, 1].cpu().numpy() - self.host_lengths.starts[sequence]
-        is_turn = ends > 0  # padding turns of a `StaticBatch` end at 0
-        sequence, ends = sequence[is_turn], ends[is_turn]
         order = np.lexsort((ends, sequence))
         cuts = np.cumsum(np.bincount(sequence, minlength=len(self)))[:-1]
         return [part.tolist() for part in np.split(ends[order], cuts)] if len(self) else []
@@ -1063,16 +1060,6 @@ class PackedBatch(LabelMethods, LogprobMethods):
 
         return load(path)
 
-    @property
-    def is_padded(self) -> bool:
-        """Whether the batch has the size of a `StaticBatch`, with a padding sequence."""
-        return self.cu_seqlens.shape[0] > self.num_turns + 1  # a sequence has at least one turn
-
-    def check_unpadded(self) -> None:
-        """Raise a `ValueError` if the batch has the padding of a `StaticBatch`."""
-        if self.is_padded:
-            raise ValueError("the batch is padded: take StaticBatch.unpadded()")
-
     def replaced(self, *, is_known: bool = False, **changes: Any) -> Self:
         """Return the batch with other fields, and with the lengths that the host knows.
 
@@ -1101,10 +1088,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def _versions(self) -> str:
-        known = self.turn_version_start >= 0  # padding has -1
-        if not known.any():
-            return ""
-        low, high = int(self.turn_version_start[known].min()), int(self.turn_version_end.max())
+        low, high = int(self.turn_version_start.min()), int(self.turn_version_end.max())
         return f"; policy version {low}" if low == high else f"; policy versions {low} to {high}"
 
 

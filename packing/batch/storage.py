@@ -104,8 +104,6 @@ def save(
     try:
         host = _host_of(batch)
         tensors = {name: _on_host(name, tensor) for name, tensor in _tensors_of(batch)}
-        if all(tensors[name].ndim for name in ("cu_seqlens", "turn_rewards")):
-            batch.check_unpadded()
         described = {name: Described(t.dtype, tuple(t.shape)) for name, t in tensors.items()}
         checked_batch(described, host, partial(_examined, tensors))
     except InconsistentBatch as error:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -42,9 +42,6 @@ from trajpack.packing.layout import Layout
 from trajpack.packing.ragged import concatenated
 from trajpack.packing.token_fields import TokenField, check_fields
 from trajpack.packing.types import Trajectory, several_trajectories
-
-if TYPE_CHECKING:
-    from trajpack.packing.buffer.static_batch import StaticBatch
 
 ROUNDING = 0.01
 """Log-probabilities up to this are 0 with the rounding errors of an engine."""
@@ -298,9 +295,9 @@ class TrajectoryBuffer:
         Cost: one host-to-device copy of the stored words and tables, two launches, a third one for
             extra fields, no synchronisation; 38 bytes a token are written on the device. The
             host's part does not grow with the batch if the layout is that of the previous pack (at
-            first ``"merged"``), because tables are kept for one layout at a time. A CUDA
-            graph that captures a pack replays this batch while the buffer exists; `StaticBatch`
-            replays others. If another stream reads the batch, call `PackedBatch.record_stream`.
+            first ``"merged"``), because tables are kept for one layout at a time. A CUDA graph that
+            captures a pack replays this batch while the buffer exists. If another stream reads the
+            batch, call `PackedBatch.record_stream`.
         """
         check_layout(layout)
         chosen = resolve_impl("pack", impl, self.device)
@@ -315,17 +312,6 @@ class TrajectoryBuffer:
         if self.device.type == "cpu":  # later calls write to the memory of the tables
             ready |= {name: lazy.pop(name)(name).clone() for name in (*TABLE_ROWS, "runs")}
         return PackedBatch.with_lazy_columns(ready, lazy | later)
-
-    def pack_into(self, static: StaticBatch, layout: Layout = "merged") -> PackedBatch:
-        """Write all trajectories to the memory of ``static``, by its ``fill`` and ``run``.
-
-        Raises:
-            ValueError: If the batch does not fit, or ``static`` has other fields.
-
-        Cost: as `pack`, and a copy on the host; nothing is allocated but the turns' returns.
-        """
-        static.fill(self, layout)
-        return static.run()
 
     def _append(self, intake: ValidatedTurns) -> tuple[StoredTurns, int]:
         """Append turns to the stream; return their positions and the new end."""

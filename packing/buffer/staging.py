@@ -30,9 +30,6 @@ class HostRegion:
         self.words = words
         self.copies: list[torch.cuda.Event] = []
         """Events behind copies that read the words; a write waits for them."""
-        self.replays: list[torch.cuda.Event] = []
-        """Events behind the copies of captured graphs, which each replay records; a write waits for
-        them."""
         self.captured = False
         """Whether a captured graph reads the words; they must not change."""
         self.partition(columns, num_rows)
@@ -156,47 +153,26 @@ class Staging:
         arena = words if on_host else words.to(self.device, non_blocking=True)
         if self.device.type == "cuda":
             if not torch.cuda.is_current_stream_capturing():
-                self._remember_copy()
+                event = torch.cuda.Event()
+                event.record(torch.cuda.current_stream(self.device))
+                region.copies = [*(copy for copy in region.copies if not copy.query()), event]
             elif not region.captured:
                 region.captured = True
                 self._captured.append(region)
         return DeviceRegion(arena, arena[region.begin :], self._columns, region.offsets)
 
-    def send_again(self, arena: DeviceRegion) -> None:
-        """Copy the region to ``arena``, memory of an earlier `send`.
-
-        A graph that captured this call copies the region at every replay. The event behind the
-        copy is a node of the graph.
-
-        Raises:
-            RuntimeError: From torch, while a graph is captured on ROCm without external events.
-        """
-        arena.words.copy_(self.region.words[: arena.words.shape[0]], non_blocking=True)
-        if self.device.type == "cuda":
-            self._remember_copy()
-
     def on_device(self) -> AbstractContextManager[Any]:
         """Return a context in which the device is the current one."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
-    def _remember_copy(self) -> None:
-        """Record an event behind a copy of the region, for `_wait`."""
-        region, in_graph = self.region, torch.cuda.is_current_stream_capturing()
-        event = torch.cuda.Event(external=in_graph)  # external: each replay records it
-        event.record(torch.cuda.current_stream(self.device))
-        if in_graph:
-            region.replays.append(event)
-        else:
-            region.copies = [*(copy for copy in region.copies if not copy.query()), event]
-
     def _wait(self, region: HostRegion) -> None:
-        if region.copies or region.replays:
+        if region.copies:
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
                     "a buffer cannot be written while a CUDA graph is captured: pack in the "
                     "layout that is captured, and synchronise, before the capture begins"
                 )
-            for event in (*region.copies, *region.replays):
+            for event in region.copies:
                 event.synchronize()
             region.copies = []
 

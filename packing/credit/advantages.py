@@ -239,7 +239,7 @@ def chunks_of(batch: PackedBatch, estimator: TokenEstimator) -> Scan:
     do.
     """
     spans, begins, cu_positions = batch.turn_spans, batch.turn_spans[:, 0], batch.cu_generated
-    num_positions = batch.num_tokens if batch.is_padded else batch.num_generated
+    num_positions = batch.num_generated
     are_steps = getattr(estimator, "observation", "carry") not in PASSING
     if are_steps:
         begins, num_positions = batch.turn_begin, batch.num_tokens
@@ -262,8 +262,6 @@ def chunks_of(batch: PackedBatch, estimator: TokenEstimator) -> Scan:
 
 def _longest(batch: PackedBatch, are_steps: bool) -> int | None:
     """Return an upper bound of a trajectory's scanned tokens, ``None`` where the host has none."""
-    if batch.is_padded:  # a replay has other trajectories
-        return None
     longest = getattr(batch, "longest", None)  # of a batch as it was packed
     if longest is not None:
         return int(longest.new if are_steps else longest.generated)
@@ -331,8 +329,8 @@ def _of_groups(batch: PackedBatch, estimator: GroupEstimator, inputs: Inputs, im
     own = {name: getattr(estimator, name) for name in Rule._fields if hasattr(estimator, name)}
     if isinstance(estimator, ReinforcePlusPlusBaseline):
         own.pop("ddof")  # of the whitening
-    rule, order, num_groups = rule._replace(**own), batch.group_order, num_groups_of(batch)
-    known = None if batch.is_padded else getattr(batch, "longest", None)
+    rule, order, num_groups = rule._replace(**own), batch.group_order, batch.num_groups
+    known = getattr(batch, "longest", None)
     longest = None if known is None else int(known.group)
     by_group = Members(
         batch.group_ids, num_groups, order.trajectories, order.cu_trajectories, longest
@@ -433,14 +431,9 @@ def spread_over_tokens(batch: PackedBatch, x: torch.Tensor, of: Unit) -> torch.T
     return torch.where(is_generated, x[batch.turn_ids.long().clamp(min=0)], x.new_zeros(()))
 
 
-def num_groups_of(batch: PackedBatch) -> int:
-    """Return an upper bound of the groups that is the same for all contents of a static batch."""
-    return batch.cu_turns.shape[0] - 1 if batch.is_padded else batch.num_groups
-
-
 def _warn_of_singletons(batch: PackedBatch, estimator: GroupEstimator) -> None:
     """Warn if every group has one member; the groups are known to the host."""
-    num_trajectories = len(batch.groups)  # without the padding of a `StaticBatch`
+    num_trajectories = len(batch.groups)
     if num_trajectories < 2 or batch.num_groups < num_trajectories:
         return
     unnamed = [

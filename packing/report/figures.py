@@ -85,7 +85,7 @@ def figures_of(
     """Return all numbers and texts of a batch's report.
 
     Args:
-        batch: Unpadded batch on any device.
+        batch: Batch on any device.
         options: Assumptions about the training.
         decode: Function from token ids to text; ``None`` shows the ids.
 
@@ -95,7 +95,6 @@ def figures_of(
     Cost: copies the batch to the host (synchronises), sorts its sequences and plans it for some
         capacities with some algorithms: seconds for 100,000 sequences.
     """
-    batch.check_unpadded()
     host = batch.to("cpu")
     shared = shared_prefixes(host)
     kinds = kinds_of(host, shared)

@@ -45,27 +45,16 @@ def num_kept_of(batch: Packed) -> tuple[int, ...]:
 
 
 def holds_token(batch: Packed) -> torch.Tensor:
-    """Return where there is a token and no padding, bool ``[tokens]``.
-
-    The padding of a `StaticBatch` looks like a prompt: see `check_unpadded`.
-    """
+    """Return where there is a token and no padding, bool ``[tokens]``."""
     check_sequences(batch)
     return batch.prompt_mask | (batch.turn_ids >= 0)
 
 
-def check_unpadded(batch: Packed) -> None:
-    """Raise a `ValueError` for a padded batch; a micro-batch knows its padding and passes."""
-    check_sequences(batch)
-    if isinstance(batch, PackedBatch):
-        batch.check_unpadded()
-
-
 def check_whole(op: str, batch: PackedBatch) -> None:
-    """Raise a `TypeError` for a micro-batch, a `ValueError` for a padded batch."""
+    """Raise a `TypeError` for a micro-batch."""
     check_sequences(batch)
     if not isinstance(batch, PackedBatch):
         raise TypeError(f"{op}: batch must be a PackedBatch, got {type(batch).__name__}")
-    batch.check_unpadded()
 
 
 def check_not_ragged(op: str, batch: Packed, names: Iterable[str]) -> None:

@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.workloads import filled
 from tests.gpu.conftest import capture, no_waiting
-from tests.ptx.calls import Call, Drawn
-from trajpack import GRPO, StaticBatch
+from tests.ptx.calls import Call
 from trajpack.testing import assert_same_bits
 
 
@@ -71,27 +69,3 @@ def replays_call(call: Call, device: str) -> dict[str, Any]:
     for name, tensor in tensors_of(result).items():
         assert_same_bits(tensor, expected[name], name)
     return {}
-
-
-def replays_static(given: Drawn, estimator: Any) -> dict[str, Any]:
-    """Fill and replay a static batch, with credit, without a wait in between."""
-    static = StaticBatch(given.tokens, len(given.lengths), device=given.device)
-    beside = {} if isinstance(estimator, GRPO) else {"values": given.values}
-    halves, seen = len(given.lengths) // 2, []
-    parts = given.trajectories, given.trajectories[:halves], given.trajectories[::-1]
-    buffers = [filled(part, given.device) for part in parts]
-    static.fill(buffers[0], "turns")
-    replay, result = captured(
-        lambda: static.run(impl="triton").with_advantages(estimator, **beside), given.device
-    )
-    for buffer in buffers:
-        static.fill(buffer, "turns")
-        result = replay() or result  # a graph's replay returns nothing
-        seen.append((result.input_ids.clone(), result.advantages.clone()))
-    for buffer, found in zip(buffers, seen, strict=True):
-        plain = buffer.pack("turns")
-        own = {name: rows[: plain.num_tokens] for name, rows in beside.items()}
-        plain = plain.with_advantages(estimator, **own)
-        for tensor, wanted in zip(found, (plain.input_ids, plain.advantages), strict=True):
-            torch.testing.assert_close(tensor[: len(wanted)], wanted, rtol=1e-5, atol=1e-5)
-    return {"contents": len(seen)}

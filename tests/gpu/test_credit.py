@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.gpu.conftest import capture, no_waiting, replay
+from tests.gpu.conftest import no_waiting
 from tests.packing.credit.credit_cases import (
     EVERY,
     KL,
@@ -17,7 +17,7 @@ from tests.packing.credit.credit_cases import (
     inputs_of,
     some_trajectories,
 )
-from trajpack import GAE, GRPO, StaticBatch, Trajectory, TrajectoryBuffer, TurnGAE, VTrace, pack
+from trajpack import GAE, GRPO, Trajectory, TrajectoryBuffer, TurnGAE, VTrace, pack
 from trajpack.kernels import gae
 from trajpack.testing import assert_same_bits, boundaries
 
@@ -78,28 +78,6 @@ def test_nothing_waits_for_the_device(name: str) -> None:
     with no_waiting():
         credited = batch.with_advantages(estimator, **moved)
     assert_same_bits(credited.advantages, expected.advantages)
-
-
-@pytest.mark.parametrize("estimator", [GAE(0.99, 0.95, whiten=True), TurnGAE(), GRPO()])
-def test_a_captured_graph_gives_credit_for_whatever_was_filled_last(estimator: Any) -> None:
-    static = StaticBatch(capacity=60_000, max_turns=600, device=DEVICE)
-    values = torch.zeros(static.capacity, device=DEVICE)
-    inputs = {} if isinstance(estimator, GRPO) else {"values": values}
-    static.fill(filled(some_trajectories(20, 12)))
-    graph, captured = capture(lambda: static.run().with_advantages(estimator, **inputs))
-    for seed, count in enumerate((30, 4, 100)):
-        trajectories = some_trajectories(count, 60, seed)
-        buffer = filled(trajectories)
-        plain = buffer.pack()
-        rows = torch.linspace(-1, 1, plain.num_tokens, device=DEVICE)
-        static.fill(buffer)
-        values[: plain.num_tokens] = rows
-        replay(graph)
-        expected = plain.with_advantages(estimator, **({"values": rows} if inputs else {}))
-        for field in ("advantages", "returns"):
-            actual = getattr(captured, field)[: plain.num_tokens]
-            torch.testing.assert_close(actual, getattr(expected, field), rtol=1e-6, atol=1e-6)
-        assert not captured.advantages[plain.num_tokens :].any()
 
 
 def filled(trajectories: list[Trajectory]) -> TrajectoryBuffer:

@@ -16,7 +16,6 @@ from trajpack import (
     GRPO,
     PackedBatch,
     Ragged,
-    StaticBatch,
     TokenField,
     Trajectory,
     TrajectoryBuffer,
@@ -297,8 +296,6 @@ def test_bad_declarations_are_refused(options, error):
 def test_what_does_not_hold_them_says_so():
     batch = pack([], fields=[MASK])
     assert batch.ragged("mask").cu.tolist() == [0]
-    with pytest.raises(ValueError, match=r"a StaticBatch holds no ragged fields, got \['mask'\]"):
-        StaticBatch(capacity=5, max_turns=2, fields=[MASK])
     with pytest.raises(ValueError, match="'more': a ragged field must be packed"):
         batch.with_field(TokenField("more", torch.int32, ragged=True), torch.zeros(0, 2).int())
     with pytest.raises(ValueError, match=r"that of a ragged field, \['mask'\], got 'other'"):

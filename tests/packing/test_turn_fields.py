@@ -30,10 +30,6 @@ def test_a_number_of_a_turn_is_in_every_form_of_a_batch(field, tmp_path):
     packed = trajpack.pack([trajectory()])
     packed.save(tmp_path / "batch.safetensors")
     loaded = trajpack.PackedBatch.load(tmp_path / "batch.safetensors")
-    buffer = trajpack.TrajectoryBuffer()
-    buffer.add(trajectory())
-    static = trajpack.StaticBatch(capacity=64, max_turns=3, device="cpu")
-    padded = getattr(buffer.pack_into(static), field.name)
     given = VALUES[field.attribute]
     for batch in (packed, loaded):
         tensor = getattr(batch, field.name)
@@ -41,7 +37,6 @@ def test_a_number_of_a_turn_is_in_every_form_of_a_batch(field, tmp_path):
         (turn,) = batch.unpack()[0].turns
         assert type(getattr(turn, field.attribute)) is type(given)
         assert getattr(turn, field.attribute) == given
-    assert padded.tolist() == [given, field.padding, field.padding]
 
 
 def test_the_table_has_every_number_of_a_turn():
@@ -65,7 +60,7 @@ def forms(tmp_path_factory):
     product = folder / "trajpack"
     shutil.copytree(ROOT / "src" / "trajpack", product)
     rows = [
-        f'    TurnField("{attribute}", "{name}", {dtype}, -1),\n'
+        f'    TurnField("{attribute}", "{name}", {dtype}),\n'
         for attribute, (name, dtype, _) in NEW.items()
     ]
     edited(product, "packing/turn_fields.py", ')\n"""Each has', "".join(rows))
@@ -91,7 +86,6 @@ def forms(tmp_path_factory):
 def test_a_row_of_the_table_adds_a_number_everywhere(forms, attribute):
     *_, value = NEW[attribute]
     found = {form: values[attribute] for form, values in forms.items()}
-    assert found.pop("static batch") == [value, -1, -1]
     assert found.pop("log of an earlier release") == [0] * 3 + [value]
     assert found.pop("equality") is True
     assert set(found) == {

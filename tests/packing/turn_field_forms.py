@@ -36,9 +36,6 @@ def of_log(place):
 
 batch = trajpack.pack(GIVEN)
 batch.save(folder / "batch")
-buffer = trajpack.TrajectoryBuffer(device="cpu")
-buffer.extend(GIVEN)
-static = buffer.pack_into(trajpack.StaticBatch(capacity=64, max_turns=3, device="cpu"))
 with TrajectoryLog.open(folder / "new") as log:
     log.append("a", GIVEN)
     log.flush()
@@ -59,7 +56,6 @@ resident = pack_resident([trajpack.Trajectory("a", [replace(TURN, **tensors)])])
 forms = {
     "batch": of_batch(batch),
     "device batch": of_batch(resident),
-    "static batch": of_batch(static),
     "saved file": of_batch(trajpack.PackedBatch.load(folder / "batch")),
     "unpacked": of_turns(batch.unpack()),
     "log": of_log(folder / "new"),

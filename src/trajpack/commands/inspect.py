@@ -84,7 +84,7 @@ def load_batch(file: Path) -> PackedBatch:
 
 def _tree(batch: PackedBatch) -> TreeStatistics | None:
     """Return the statistics of the batch's tree, unless its layout has none or it is empty."""
-    if batch.layout != "merged" or batch.is_padded or not batch.num_turns:
+    if batch.layout != "merged" or not batch.num_turns:
         return None
     return tree_of(batch).statistics()
 

@@ -20,7 +20,6 @@ from trajpack import (
     GAE,
     GRPO,
     Alignment,
-    StaticBatch,
     TokenField,
     Trajectory,
     TrajectoryBuffer,
@@ -311,14 +310,6 @@ def credited(size: int, estimator: Any, **inputs: Any) -> Any:
     return batch.with_advantages(estimator, **given, impl="triton")
 
 
-def filled(size: int) -> Any:
-    buffer = buffer_of(size)
-    num_tokens = buffer.pack("turns").num_tokens
-    static = StaticBatch(num_tokens + size % 3, 3 * len(buffer) + 1, device="cpu", fields=FIELDS)
-    static.fill(buffer, "turns")
-    return static.run("triton")
-
-
 def cut_and_merged(size: int) -> Any:
     batch = buffer_of(size).pack()
     plan = plan_micro_batches(batch.seqlens, 1024, align=8)
@@ -340,7 +331,6 @@ PATHS: Calls = {
     "pack, turns": lambda size: buffer_of(size).pack("turns", impl="triton"),
     "pack, one turn": lambda size: buffer_of(size, 1).pack("turns", impl="triton"),
     "pack_resident": resident,
-    "StaticBatch": filled,
     "split and merge": cut_and_merged,
     "GRPO": lambda size: credited(size, GRPO()),
     "GiGPO": lambda size: credited(size, GiGPO()),

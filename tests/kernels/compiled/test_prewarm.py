@@ -24,7 +24,6 @@ from tests.ptx.calls import Drawn, every_call
 from trajpack import (
     Alignment,
     PackedBatch,
-    StaticBatch,
     Trajectory,
     TrajectoryBuffer,
     Turn,
@@ -133,13 +132,6 @@ def test_no_batch_asks_for_a_variant_of_an_estimator(estimator: Any, asked: Any)
     assert_prewarmed(lambda buffer: credited(batch_of(buffer), estimator), asked)
 
 
-def static(buffer: TrajectoryBuffer) -> None:
-    batch = batch_of(buffer)
-    memory = StaticBatch(batch.num_tokens + 3, batch.num_turns + 2, device="cpu")
-    memory.fill(buffer)
-    memory.run("triton")
-
-
 def split_and_merged(buffer: TrajectoryBuffer) -> None:
     batch, aligned = batch_of(buffer), Alignment(sequence_multiple=8)
     plan = plan_micro_batches(batch.seqlens, 20_000, align=8)
@@ -171,7 +163,6 @@ def unaligned(buffer: TrajectoryBuffer) -> None:
 STEPS: dict[str, Step] = {
     "pack, turns": lambda buffer: buffer.pack("turns", impl="triton"),
     "pack, merged": lambda buffer: buffer.pack("merged", impl="triton"),
-    "StaticBatch": static,
     "split and merge": split_and_merged,
     "gradient of GAE": gradient,
     "values at any address": unaligned,

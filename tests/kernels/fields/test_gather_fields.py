@@ -12,7 +12,6 @@ from hypothesis import given, settings, strategies as st
 from trajpack.kernels.fields.gather_fields import (
     FieldLayout,
     GatherInputs,
-    empty_rows,
     gather_fields,
     write_reference,
 )
@@ -148,14 +147,3 @@ def test_wrong_input_is_named(error, match, arguments):
     words, runs, sources, num_tokens = arguments
     with pytest.raises(error, match=match):
         gather_fields(words, runs, sources, FIELDS[:1], num_tokens)
-
-
-@pytest.mark.parametrize("cut", [lambda row: row[:2].clone(), lambda row: row[1:]])
-def test_memory_that_is_not_in_whole_tiles_is_refused(impl, cut):
-    """The kernel's stores are not masked: they would go past its end."""
-    (rows,) = empty_rows(FIELDS[:1], N, torch.device("cpu"))
-    gather_fields(W, R, S, FIELDS[:1], N, impl, out=[rows])
-    assert_same_bits(rows, gather_fields(W, R, S, FIELDS[:1], N, impl)[0])
-    short = cut(empty_rows(FIELDS[:1], N + 1, torch.device("cpu"))[0])
-    with pytest.raises(ValueError, match="gather_fields: rows must be in whole tiles of 1024"):
-        gather_fields(W, R, S, FIELDS[:1], N, impl, out=[short])

@@ -11,10 +11,8 @@ import torch
 from trajpack import (
     GRPO,
     PackedBatch,
-    StaticBatch,
     TokenField,
     Trajectory,
-    TrajectoryBuffer,
     Turn,
     pack,
 )
@@ -112,14 +110,6 @@ def some_batch(seed: int = 0, *, level: str = "token") -> PackedBatch:
     else:
         advantages = torch.randn(len(batch), generator=generator)[batch.sequence_ids.long()]
     return dataclasses.replace(batch, advantages=torch.where(batch.loss_mask, advantages, 0.0))
-
-
-def some_static_batch() -> PackedBatch:
-    """Return them in a batch of fixed size, with an advantage for each token."""
-    buffer = TrajectoryBuffer(device="cpu", fields=FIELDS)
-    buffer.extend(some_trajectories())
-    batch = buffer.pack_into(StaticBatch(capacity=96, max_turns=16, device="cpu", fields=FIELDS))
-    return dataclasses.replace(batch, advantages=batch.returns)
 
 
 def random_batch(rng, *, fields=(), **options):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.packing.adapters.cases import field_batch, forked_batch, some_batch, some_static_batch
+from tests.packing.adapters.cases import field_batch, forked_batch, some_batch
 from trajpack import Trajectory, TrajectoryBuffer, Turn, TurnReturns, pack, pack_tree
 from trajpack.packing.adapters import (
     areal,
@@ -39,12 +39,6 @@ UNTRAINED = [areal.to_padded_dict, areal.to_sequence_sample, nemo_rl.to_message_
 UNTRAINED += [openrlhf.to_experience_dict, skyrl.to_generator_output, skyrl.to_training_input]
 UNTRAINED += [slime.to_samples, slime.to_train_data, verl.to_data_proto_dict, verl.to_tensordict]
 UNTRAINED += [prime_rl.to_training_samples, partial(huggingface.to_padding_free, labels="all")]
-
-
-@pytest.mark.parametrize("convert", [*TRAINED, *UNTRAINED])
-def test_a_padded_batch_is_refused(convert: Any) -> None:
-    with pytest.raises(ValueError, match="the batch is padded"):
-        convert(some_static_batch())
 
 
 @pytest.mark.parametrize("convert", TRAINED)

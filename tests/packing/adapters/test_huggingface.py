@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from transformers import DataCollatorWithFlattening
 
-from tests.packing.adapters.cases import sequences_of, some_batch, some_static_batch
+from tests.packing.adapters.cases import sequences_of, some_batch
 from trajpack import pack, plan_micro_batches
 from trajpack.packing.adapters.huggingface import to_padding_free
 from trajpack.packing.micro_batches.alignment import Alignment
@@ -97,14 +97,6 @@ def test_a_model_sees_sequences_apart_and_its_loss_is_that_of_generated_tokens()
 def test_other_labels_are_refused():
     with pytest.raises(ValueError, match="labels must be 'generated' or 'all', got 'none'"):
         to_padding_free(some_batch(), labels="none")
-
-
-def test_padding_of_a_static_batch_is_a_sequence_without_labels():
-    static = some_static_batch()
-    ours = to_padding_free(static, return_flash_attn_kwargs=True)
-    trained = ours["labels"] != -100
-    assert torch.equal(trained[0], static.loss_mask)
-    assert ours["cu_seq_lens_q"][-1] == ours["input_ids"].shape[1] == 96
 
 
 @pytest.mark.parametrize("labels", ["generated", "all"])

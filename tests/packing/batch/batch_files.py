@@ -19,7 +19,6 @@ from rich.console import Console
 from trajpack import (
     GRPO,
     PackedBatch,
-    StaticBatch,
     TokenField,
     Trajectory,
     TrajectoryBuffer,
@@ -75,16 +74,6 @@ def in_two_goes(trajectories: list[Trajectory], layout: Any) -> PackedBatch:
     return buffer.pack(layout)
 
 
-def from_static(trajectories: list[Trajectory], layout: Any) -> PackedBatch:
-    buffer = TrajectoryBuffer(device="cpu", fields=FIELDS)
-    buffer.extend(map(with_rows, trajectories))
-    plain = buffer.pack(layout)
-    sizes = plain.num_tokens + 9, plain.num_turns + 3, plain.num_turns + plain.num_tokens + 3
-    static = StaticBatch(*sizes, device="cpu", fields=FIELDS)
-    buffer.pack_into(static, layout)
-    return static.unpadded()
-
-
 def from_device(trajectories: list[Trajectory], layout: Any) -> PackedBatch:
     resident = [
         dataclasses.replace(
@@ -126,7 +115,6 @@ WAYS: dict[str, Way] = {
     "a buffer that is filled again": in_two_goes,
     "pack with fields": lambda given, layout: pack(map(with_rows, given), layout, fields=FIELDS),
     "a field added later": with_later_field,
-    "a static batch": from_static,
     "turns on a device": from_device,
     "advantages of turns": lambda given, layout: pack(given, layout).with_advantages(TurnReturns()),
     "advantages of groups": lambda given, layout: pack(given, layout).with_advantages(GRPO()),

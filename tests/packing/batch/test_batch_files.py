@@ -31,7 +31,7 @@ from tests.packing.batch.batch_files import (
     use,
     with_rows,
 )
-from trajpack import PackedBatch, StaticBatch, TokenField, Trajectory, TrajectoryBuffer, Turn, pack
+from trajpack import PackedBatch, TokenField, Trajectory, Turn, pack
 from trajpack.packing.batch import storage
 from trajpack.packing.token_fields import DTYPES
 from trajpack.testing import assert_batches_equal, random_trajectory, trajectory_lists
@@ -169,15 +169,8 @@ def test_what_could_not_be_loaded_is_not_saved(
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_padded_batch_is_not_saved_nor_loaded(path: Path) -> None:
-    buffer = TrajectoryBuffer(device="cpu")
-    buffer.extend(some_trajectories())
-    static = StaticBatch(40, 9, device="cpu")
-    padded = buffer.pack_into(static)
-    with pytest.raises(ValueError, match=r"the batch is padded: take StaticBatch.unpadded\(\)"):
-        padded.save(path)
-    plain = static.unpadded()
-    plain.save(path)
+def test_a_sequence_without_tokens_is_not_loaded(path: Path) -> None:
+    pack(some_trajectories()).save(path)
     header, data = parts_of(path.read_bytes())
     host = json.loads(header["__metadata__"]["host"])
     host["seqlens"] = [*host["seqlens"], 0]

@@ -1,11 +1,8 @@
 """A model of a CUDA device without one: its work is queued, and done only when it is waited for.
 
 It models what the guards of host memory rest on. A copy reads host memory late, and in two
-steps. A graph that captured a copy reads the host memory at every replay. An event that a capture
-recorded as an external one is recorded by every launch of the graph, at the launch, as the CUDA
-documentation of event record nodes says; an event of any other kind is an error in a capture,
-since nothing outside the graph may wait for it. Kernels are not modelled: a captured `run` is
-followed by whatever the test appends to the graph.
+steps. A graph that captured a copy reads the host memory at every replay. An event is an error in a
+capture, since nothing outside the graph may wait for it. Kernels are not modelled.
 """
 
 from collections import deque
@@ -15,18 +12,15 @@ import torch
 
 
 class PretendedEvent:
-    def __init__(self, device, external):
-        self.device, self.external = device, external
+    def __init__(self, device):
+        self.device = device
         self.pending, self.queue = 0, device.queue
 
     def record(self, stream):
         assert stream is self.device, "events are recorded on the current stream"
-        if self.device.graph is None:
-            self.queue = self.device.queue
-            self.device.launch([self])
-        else:
-            assert self.external, "an internal event of a capture cannot be waited for outside"
-            self.device.graph.steps.append(self)
+        assert self.device.graph is None, "an event of a capture cannot be waited for outside"
+        self.queue = self.device.queue
+        self.device.launch([self])
 
     def query(self):
         return not self.pending
@@ -65,9 +59,7 @@ class PretendedDevice:
         patch.setattr(torch.Tensor, "copy_", copy_)
         patch.setattr(torch.Tensor, "to", to)
         patch.setattr(torch, "empty", empty)
-        patch.setattr(
-            torch.cuda, "Event", lambda external=False: PretendedEvent(self, external=external)
-        )
+        patch.setattr(torch.cuda, "Event", lambda: PretendedEvent(self))
         patch.setattr(torch.cuda, "current_stream", lambda device=None: self)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.graph is not None)
         patch.setattr(torch.cuda, "device", lambda device: nullcontext())

@@ -16,7 +16,6 @@ from trajpack import (
     GiGPO,
     PackedBatch,
     ReinforcePlusPlusBaseline,
-    StaticBatch,
     TokenField,
     Trajectory,
     TrajectoryBuffer,
@@ -196,15 +195,6 @@ def test_every_storage_of_a_micro_batch_is_recorded_once(alignment, recorded):
         part.record_stream(STREAM)
         assert sorted(recorded) == sorted(storages_of(part))
         assert not set(recorded) & storages_of(batch)
-
-
-def test_a_static_batch_gives_batches_that_can_be_recorded(recorded):
-    static = StaticBatch(capacity=200, max_turns=12, device="meta", fields=FIELDS)
-    buffer = TrajectoryBuffer(device="meta", fields=FIELDS)
-    buffer.extend(trajectories())
-    batch = buffer.pack_into(static)
-    batch.record_stream(STREAM)
-    assert sorted(recorded) == sorted(storages_of(batch))
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

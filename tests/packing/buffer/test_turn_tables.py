@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, strategies as st
 
 import trajpack
-from trajpack import StaticBatch, Trajectory, TrajectoryBuffer, Turn, VersionSpan, pack
+from trajpack import Trajectory, TrajectoryBuffer, Turn, VersionSpan, pack
 from trajpack.packing.buffer import buffer as buffer_module, tables as tables_module
 from trajpack.packing.buffer.tables import GrowingArray
 from trajpack.testing import assert_batches_equal, trajectory_lists
@@ -194,19 +194,6 @@ def test_a_layout_worked_out_anew_keeps_what_does_not_depend_on_it():
         for layout in LAYOUTS:
             expected = pack(given_trajectories[: begin + 50], layout, device="cpu")
             assert_batches_equal(buffer.pack(layout), expected)
-
-
-def test_padding_is_no_group_and_no_turn():
-    static = StaticBatch(capacity=9, max_turns=4, device="cpu")
-    buffer = TrajectoryBuffer(device="cpu")
-    buffer.extend(map(one_turn, ["a", None, "a"]))
-    batch = buffer.pack_into(static)
-    assert batch.group_ids.tolist() == [0, 1, 0, -1]
-    assert batch.num_groups == 2
-    assert batch.cu_generated.tolist() == [0, 1, 2, 3, 3]
-    assert batch.turn_begin.tolist() == [0, 2, 4, 6]
-    assert static.unpadded().group_ids.tolist() == [0, 1, 0]
-    assert static.unpadded().cu_generated.tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("groups", ["aabbc", "aabba", "abcab", "aabcb"])

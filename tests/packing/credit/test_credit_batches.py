@@ -1,4 +1,4 @@
-"""Credit of batches of every kind: empty, padded, resident, without values, saved, moved."""
+"""Credit of batches of every kind: empty, resident, without values, saved, moved."""
 
 import copy
 import dataclasses
@@ -16,21 +16,17 @@ from tests.packing.credit.credit_cases import (
     small_scans,
     some_trajectories,
 )
-from tests.packing.credit.credit_oracle import MORE, assert_close, credited, named
+from tests.packing.credit.credit_oracle import MORE, credited, named
 from trajpack import (
     GAE,
     GRPO,
     PackedBatch,
-    StaticBatch,
     Trajectory,
-    TrajectoryBuffer,
     Turn,
-    TurnReturns,
     pack,
     pack_resident,
 )
 from trajpack.packing.credit import estimators
-from trajpack.packing.credit.advantages import RULES, chunks_of, num_groups_of
 from trajpack.testing import assert_batches_equal, assert_same_bits
 
 
@@ -126,47 +122,6 @@ def test_no_value_is_read_from_the_device(name, layout):
             assert (actual.shape, actual.dtype) == (same.shape, same.dtype)
 
 
-def padded(rows, size, fill):
-    return torch.cat([rows, rows.new_full((size - rows.shape[0],), fill)])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", [*EVERY, *MORE])
-def test_padding_changes_no_advantage(name, layout):
-    padding_changes_nothing(name, layout, "torch")
-
-
-GROUPED = [name for name in [*EVERY, *MORE] if isinstance(named(name), (*RULES, TurnReturns))]
-
-
-@pytest.mark.parametrize("name", GROUPED)
-def test_padding_changes_no_advantage_of_a_kernel(name):
-    padding_changes_nothing(name, "merged", "triton")
-
-
-def padding_changes_nothing(name, layout, impl):
-    """Compare with a static batch whose padding has NaN beside it, or a state like others."""
-    estimator, trajectories = named(name), some_trajectories(8)
-    plain = pack(trajectories, layout, device="cpu")
-    buffer = TrajectoryBuffer(device="cpu")
-    buffer.extend(trajectories)
-    static = StaticBatch(plain.num_tokens + 77, plain.num_turns + 5, device="cpu")
-    buffer.pack_into(static, layout)
-    inputs = inputs_of(plain, estimator, given_beside(trajectories))
-    expected = plain.with_advantages(estimator, **inputs)
-    sizes = {"bootstrap": static.max_turns, "state_ids": static.max_turns}
-    inside = {
-        key: padded(rows, sizes.get(key, static.capacity), 0 if key == "state_ids" else torch.nan)
-        for key, rows in inputs.items()
-    }
-    batch = static.batch.with_advantages(estimator, **inside, impl=impl)
-    assert_close(batch.advantages[: plain.num_tokens], expected.advantages, estimator)
-    assert_same_bits(batch.returns[: plain.num_tokens], expected.returns)
-    assert not batch.advantages[plain.num_tokens :].any()
-    assert not batch.returns[plain.num_tokens :].any()
-    torch.testing.assert_close(batch.metrics, expected.metrics, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize(("name", "layout"), GIVEN_ALIKE)
 def test_turns_that_live_on_the_device_are_given_the_same(name, layout):
     turns, seen = [], [4]
@@ -211,18 +166,6 @@ def test_estimators_are_values():
         assert pickle.loads(pickle.dumps(estimator)) == estimator
         assert hash(estimator) == hash(dataclasses.replace(estimator))
         assert isinstance(estimator, estimators.Estimator)
-
-
-def test_a_full_static_batch_is_still_one_of_fixed_size():
-    """It will be filled with other batches: host values must settle nothing that is launched."""
-    turns = [Trajectory(str(n), [Turn([1], [2] * n, [0.0] * n)]) for n in range(1, 4)]
-    buffer = TrajectoryBuffer(device="cpu")
-    buffer.extend(turns)
-    for capacity in (9, 12):
-        static = buffer.pack_into(StaticBatch(capacity, 3, device="cpu"))
-        assert chunks_of(static, GAE()).num_positions == static.num_tokens == capacity
-        assert num_groups_of(static) == 3
-        assert chunks_of(pack(turns, device="cpu"), GAE()).num_positions == 6
 
 
 """Advantages and metrics: what a batch may lack, and carries wherever it goes once it has them."""

@@ -14,9 +14,7 @@ from trajpack import (
     KLPenalty,
     MaxRL,
     PassAtK,
-    StaticBatch,
     Trajectory,
-    TrajectoryBuffer,
     Turn,
     TurnGAE,
     TurnReturns,
@@ -221,15 +219,6 @@ def bounds(monkeypatch):
 
         monkeypatch.setattr(advantages, name, noted)
     return found
-
-
-def test_what_a_fill_holds_bounds_no_replay(bounds):
-    buffer = TrajectoryBuffer(device="cpu")
-    buffer.extend(Trajectory(n, [Turn([1], [2], [-0.5], 1.0)], group="g") for n in "ab")
-    batch = buffer.pack_into(StaticBatch(20, 9, device="cpu"))
-    batch.with_advantages(GRPO())
-    batch.with_advantages(GAE(), batch.rollout_logprobs)
-    assert bounds == [None, None]
 
 
 def test_a_trajectory_of_a_copy_is_no_longer_than_its_only_sequence(bounds):

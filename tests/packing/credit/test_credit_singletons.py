@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from trajpack import GAE, GRPO, PackedBatch, StaticBatch, Trajectory, TrajectoryBuffer, Turn, pack
+from trajpack import GAE, GRPO, PackedBatch, Trajectory, TrajectoryBuffer, Turn, pack
 from trajpack.packing.credit.estimators import GiGPO, GroupEstimator
 
 
@@ -80,32 +80,6 @@ def test_estimators_of_tokens_need_no_groups() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         batch.with_advantages(GAE(), torch.zeros(batch.num_tokens))
-
-
-def test_the_warning_is_about_the_latest_content_of_a_static_batch() -> None:
-    alone, together = TrajectoryBuffer(), TrajectoryBuffer()
-    alone.extend([trajectory("a"), trajectory("bb", group="g"), trajectory("c", group="h")])
-    together.extend([trajectory("a", group="g"), trajectory("bb", group="g"), trajectory("c")])
-    static = StaticBatch(capacity=32, max_turns=8)
-    for _ in range(2):
-        for estimator in ALL:
-            with pytest.warns(UserWarning, match=f"one member, so {estimator.name} ") as caught:
-                credited(alone.pack_into(static), estimator)
-            assert len(caught) == 1
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            for estimator in ALL:
-                credited(together.pack_into(static), estimator)
-
-
-def test_no_warning_for_a_static_batch_of_one_trajectory_or_none() -> None:
-    static = StaticBatch(capacity=32, max_turns=8)
-    buffer = TrajectoryBuffer()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        buffer.pack_into(static).with_advantages(GRPO())
-        buffer.add(trajectory("a"))
-        buffer.pack_into(static).with_advantages(GRPO())
 
 
 def test_the_warning_reads_no_value_of_the_device() -> None:

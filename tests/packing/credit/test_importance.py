@@ -12,7 +12,7 @@ from tests.packing.credit.credit_cases import (
     new_context,
     some_trajectories,
 )
-from trajpack import StaticBatch, TrajectoryBuffer, pack
+from trajpack import pack
 from trajpack.kernels import Correction, Rejection, importance_weights
 from trajpack.kernels.corrections.importance_weights import IMPORTANCE_METRICS
 from trajpack.testing import assert_same_bits, boundaries, trajectory_lists
@@ -100,23 +100,6 @@ def test_batches_without_tokens_and_devices_without_values_are_fine(name, per):
     weights, metrics = batch.importance_weights(logprobs, CORRECTIONS[name], per=per)
     assert weights.is_meta
     assert metrics.shape == (len(IMPORTANCE_METRICS),)
-
-
-@pytest.mark.parametrize("per", ["trajectory", "turn"])
-@pytest.mark.parametrize("name", CORRECTIONS)
-def test_padding_has_weight_0(name, per):
-    trajectories = some_trajectories(8)
-    buffer = TrajectoryBuffer(device="cpu")
-    buffer.extend(trajectories)
-    plain = buffer.pack()
-    padded = buffer.pack_into(StaticBatch(plain.num_tokens + 50, 60, device="cpu"))
-    logprobs = laid_out(plain, given_beside(trajectories).logprobs)
-    expected, metrics = plain.importance_weights(logprobs, CORRECTIONS[name], per=per)
-    more = torch.cat([logprobs, torch.full((50,), torch.nan)])
-    weights, same = padded.importance_weights(more, CORRECTIONS[name], per=per)
-    torch.testing.assert_close(weights[: plain.num_tokens], expected, rtol=1e-6, atol=1e-6)
-    assert not weights[plain.num_tokens :].any()
-    torch.testing.assert_close(same, metrics, rtol=1e-9, atol=1e-9)
 
 
 def test_wrong_input_is_named():

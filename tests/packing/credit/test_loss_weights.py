@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from tests.packing.credit.credit_cases import LAYOUTS, generated, some_trajectories
 from tests.packing.credit.credit_oracle import lengths_of
-from trajpack import StaticBatch, Trajectory, TrajectoryBuffer, Turn, pack
+from trajpack import Trajectory, Turn, pack
 from trajpack.kernels.corrections.loss_weights import AGGREGATIONS
 from trajpack.testing import assert_same_bits, trajectory_lists
 
@@ -148,24 +148,6 @@ def test_trajectories_that_were_cut_off_can_be_left_out(aggregation, layout):
     assert counts == rest.loss_denominator(aggregation)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("aggregation", COUNTED)
-def test_padding_has_weight_0(aggregation, layout):
-    trajectories = some_trajectories(8)
-    buffer = TrajectoryBuffer(device="cpu")
-    buffer.extend(trajectories)
-    plain = buffer.pack(layout)
-    padded = buffer.pack_into(StaticBatch(plain.num_tokens + 50, 60, device="cpu"), layout)
-    weights = padded.loss_weights(aggregation)
-    assert_same_bits(weights[: plain.num_tokens], plain.loss_weights(aggregation))
-    assert not weights[plain.num_tokens :].any()
-    assert padded.loss_denominator(aggregation) == plain.loss_denominator(aggregation)
-    for per in PER if aggregation in OF_SEQUENCES else ():
-        weights = padded.loss_weights(aggregation, per=per)
-        assert_same_bits(weights[: plain.num_tokens], plain.loss_weights(aggregation, per=per))
-        assert not weights[plain.num_tokens :].any()
-
-
 @pytest.mark.parametrize("aggregation", COUNTED)
 def test_batches_without_tokens_and_devices_without_values_are_fine(aggregation):
     silent = Trajectory("a", [Turn([1, 2], [], [])])
@@ -197,16 +179,6 @@ def test_wrong_input_is_named():
         batch.loss_weights("constant")
     with pytest.raises(ValueError, match="loss_denominator: aggregation='constant' has the"):
         batch.loss_denominator("constant")
-
-
-def test_weights_of_a_static_batch_take_no_count_of_the_host():
-    """So that a captured graph divides by the count of what it is filled with."""
-    buffer = TrajectoryBuffer(device="cpu")
-    buffer.extend(some_trajectories())
-    batch = buffer.pack_into(StaticBatch(500, 60, device="cpu"))
-    expected = batch.loss_weights("token_mean")
-    object.__setattr__(batch, "num_generated", 1)
-    assert_same_bits(batch.loss_weights("token_mean"), expected)
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean_token_mean"])

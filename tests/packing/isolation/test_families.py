@@ -26,7 +26,7 @@ from tests.packing.isolation.tiny_models import (
 )
 from tests.packing.micro_batches.micro_batch_loops import ALIGNMENTS
 from tests.support.slow import slow_after
-from trajpack import StaticBatch, Trajectory, TrajectoryBuffer, Turn, pack
+from trajpack import Trajectory, Turn, pack
 from trajpack.packing.adapters.huggingface import check_isolation
 
 PAGE = Path(__file__).parents[3] / "docs/formats/huggingface.md"
@@ -167,17 +167,6 @@ def test_padding_of_a_micro_batch_reaches_no_other_sequence(family, kernels):
         for sequence, row in zip(chosen, rows, strict=False):
             kept = expected[sequence]
             assert (row[: len(kept)] - kept).abs().max() < 1e-4, (name, sequence)
-
-
-def test_a_static_batch_is_as_good():
-    model = make("qwen3_5_text", "recurrent")
-    batch, buffer = some_batch(), TrajectoryBuffer()
-    buffer.extend(batch.unpack())
-    static = buffer.pack_into(StaticBatch(capacity=160, max_turns=9))
-    with torch.no_grad():
-        logits = model(**static.model_inputs()).logits[0]
-    expected = alone(model, batch)
-    torch.testing.assert_close(logits[: batch.num_tokens], expected, rtol=0, atol=1e-4)
 
 
 def test_a_model_with_pictures_may_do_otherwise_than_its_text_model():

@@ -15,7 +15,7 @@ from tests.packing.micro_batches.micro_batch_loops import (
     of_the_loss,
     some_batch,
 )
-from trajpack import GRPO, StaticBatch, Trajectory, TrajectoryBuffer, Turn, pack
+from trajpack import GRPO, Trajectory, Turn, pack
 from trajpack.packing.micro_batches.alignment import Alignment
 from trajpack.packing.plan.plan import plan_micro_batches
 from trajpack.packing.plan.ranks import plan_ranks
@@ -148,22 +148,6 @@ def test_dummies_have_no_loss_and_give_nothing_back():
     assert_same_bits(
         batch.merge(plan, outputs, Alignment(total_multiple=16)), batch.input_ids.float()
     )
-
-
-def test_a_padded_batch_is_cut_up_like_any_other():
-    buffer = TrajectoryBuffer(device="cpu")
-    buffer.extend([Trajectory(str(i), [Turn([1] * (i + 1), [2, 3], [-1.0] * 2)]) for i in range(3)])
-    static = StaticBatch(capacity=40, max_turns=5, device="cpu")
-    batch = buffer.pack_into(static)
-    check_micro_batch(batch.select([2, 0]), batch, [2, 0], Alignment())
-    assert batch.turn_ends() == [[3], [4], [5], [], [], []]
-    assert batch.layout_tokens() == (12, 12)
-    plan = plan_micro_batches(batch.seqlens[:3], 9)
-    with pytest.raises(ValueError, match="the plan is for 3 sequences, the batch has 6"):
-        batch.split(plan)
-    unpadded = static.unpadded()
-    merged = unpadded.merge(plan, [one.input_ids for one in unpadded.split(plan)])
-    assert_same_bits(merged, unpadded.input_ids.clone())
 
 
 def test_an_empty_batch_has_nothing_but_dummies():

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from tests.packing.isolation.tiny_models import tiny_model
-from trajpack import GRPO, StaticBatch, TokenField, Trajectory, TrajectoryBuffer, Turn, pack
+from trajpack import GRPO, TokenField, Trajectory, Turn, pack
 from trajpack.kernels.validation import HOSTS
 from trajpack.packing.adapters.huggingface import LMHead
 from trajpack.packing.micro_batches.alignment import Alignment
@@ -87,11 +87,6 @@ def test_shapes_that_must_not_change_have_rows_that_are_left_over() -> None:
     assert not grad.any()
     with pytest.raises(ValueError, match="most must be at least 3, got 2"):
         batch.logprob_rows(most=2)
-    static = StaticBatch(32, 8, device="cpu")
-    buffer = TrajectoryBuffer(device="cpu")
-    buffer.extend(trajectories([[2], [1]], forgets=False))
-    static.fill(buffer)
-    assert torch.equal(static.run().logprob_rows(most=5)[0], rows)
 
 
 def test_a_batch_knows_its_generated_tokens_without_reading_a_device(monkeypatch) -> None:

@@ -13,9 +13,7 @@ import torch
 from trajpack import (
     GRPO,
     PackedBatch,
-    StaticBatch,
     Trajectory,
-    TrajectoryBuffer,
     Turn,
     pack,
     pack_tree,
@@ -221,13 +219,8 @@ def test_figures_are_json(batch: PackedBatch) -> None:
     assert json.loads(page_json(figures)) == json.loads(json.dumps(figures))
 
 
-def test_a_capacity_below_the_longest_sequence_and_a_padded_batch_are_refused() -> None:
+def test_a_capacity_below_the_longest_sequence_is_refused() -> None:
     batch = pack(conversations(8))
     longest = -(-batch.max_seqlen // 4) * 4
     with pytest.raises(ValueError, match=f"capacity must be {longest} or more"):
         figures_of(batch, ReportOptions(capacity=longest - 1, align=4))
-    buffer = TrajectoryBuffer()
-    buffer.extend(conversations(2))
-    padded = buffer.pack_into(StaticBatch(capacity=1000, max_turns=50))
-    with pytest.raises(ValueError, match="the batch is padded"):
-        figures_of(padded, ReportOptions())

@@ -2,7 +2,6 @@
 
 from trajpack.packing import adapters as adapters
 from trajpack.packing.batch.batch import PackedBatch as PackedBatch
-from trajpack.packing.batch.unpack import unpack as unpack
 from trajpack.packing.buffer.buffer import TrajectoryBuffer as TrajectoryBuffer, pack as pack
 from trajpack.packing.buffer.resident import pack_resident as pack_resident
 from trajpack.packing.credit.estimators import (
@@ -27,8 +26,7 @@ from trajpack.packing.micro_batches.alignment import Alignment as Alignment
 from trajpack.packing.micro_batches.micro_batch import MicroBatch as MicroBatch
 from trajpack.packing.plan.costs import TransformerCost as TransformerCost
 from trajpack.packing.plan.plan import Plan as Plan, plan_micro_batches as plan_micro_batches
-from trajpack.packing.plan.ranks import RankPlan as RankPlan, plan_ranks as plan_ranks
-from trajpack.packing.ragged import Ragged as Ragged
+from trajpack.packing.plan.ranks import plan_ranks as plan_ranks
 from trajpack.packing.report.page import write_report as write_report
 from trajpack.packing.token_fields import TokenField as TokenField
 from trajpack.packing.trajectory_log.log import (
@@ -40,12 +38,7 @@ from trajpack.packing.trajectory_log.options import (
     LogInUseError as LogInUseError,
     LogOptions as LogOptions,
 )
-from trajpack.packing.tree.chain_plan import ChainPlan as ChainPlan
 from trajpack.packing.tree.micro_batches import TreeMicroBatch as TreeMicroBatch
 from trajpack.packing.tree.pack_tree import pack_tree as pack_tree
 from trajpack.packing.tree.tree_batch import TreeBatch as TreeBatch
-from trajpack.packing.types import (
-    Trajectory as Trajectory,
-    Turn as Turn,
-    VersionSpan as VersionSpan,
-)
+from trajpack.packing.types import Trajectory as Trajectory, Turn as Turn

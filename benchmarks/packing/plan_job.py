@@ -79,11 +79,9 @@ def fewest_contest(mix, count, noted, **options):
 
         return passes
 
-    by_first_fit = functools.partial(plan_micro_batches, algorithm="first_fit_decreasing")
     asked = (given, CAPACITY)
     ways = [
         (OURS, plan_micro_batches, asked, False),
-        (f"{OURS}, first fit decreasing", by_first_fit, asked, False),
         ("best fit by a tree over rooms, as TRL's", plan_loops.best_fit_by_tree, asked, False),
         ("first fit by a scan, as prime-rl's", plan_loops.first_fit_by_scan, asked, True),
         ("fewest sequences first, as AReaL's", plan_loops.fewest_held_by_scan, asked, True),
@@ -110,14 +108,11 @@ def even_contest(mix, count, noted, **options):
 
         return passes
 
-    def ours(algorithm):
-        return functools.partial(plan_micro_batches, algorithm=algorithm, min_bins=NUM_EVEN)
-
+    ours = functools.partial(plan_micro_batches, algorithm="karmarkar_karp", min_bins=NUM_EVEN)
     whole, asked = (given, int(lengths.sum())), (given, NUM_EVEN)
     by_rows = plan_loops.differencing_by_rows
     ways = [
-        (OURS, ours("longest_processing_time"), whole, False),
-        (f"{OURS}, Karmarkar and Karp", ours("karmarkar_karp"), whole, False),
+        (OURS, ours, whole, False),
         ("longest first by a heap, as SkyRL's", plan_loops.longest_first_by_heap, asked, False),
         ("Karmarkar and Karp, all parts, as verl's", by_rows, asked, True),
     ]

@@ -18,9 +18,6 @@ from trajpack.packing.plan.units import (
     summed,
 )
 
-BALANCED = ("karmarkar_karp", "longest_processing_time")
-SEARCHED = 2**17
-"""Full micro-batches that `longest_processing_time` passes over before it places by room."""
 EXCHANGES = 2**18
 """Pairs of items that `karmarkar_karp` looks at for exchanges, at most."""
 
@@ -29,16 +26,13 @@ def place_items(
     items: PlanItems, algorithm: Algorithm, *, min_bins: int, multiple_of: int
 ) -> tuple[Ints, int]:
     """Return the micro-batch of each item, and the number of micro-batches."""
-    if algorithm in BALANCED:
+    if algorithm == "karmarkar_karp":
         by_sequences = -(-int(items.counts.sum()) // items.max_sequences)
         least = max(min_bins, by_sequences, lower_bound(items.sizes, items.capacity))
-        return _balance(items, algorithm, round_up(least, multiple_of), multiple_of=multiple_of)
-    if algorithm == "next_fit":
-        bin_of, num_bins = next_fit(items)
-    else:
-        bin_of, num_bins = fit_decreasing(items, best=algorithm == "best_fit_decreasing")
-    wanted = round_up(max(num_bins, min_bins), multiple_of)
+        return _balance(items, round_up(least, multiple_of), multiple_of)
     in_order = algorithm == "next_fit"
+    bin_of, num_bins = (next_fit if in_order else best_fit_decreasing)(items)
+    wanted = round_up(max(num_bins, min_bins), multiple_of)
     return split_bins(items, bin_of, num_bins, wanted=wanted, in_order=in_order), wanted
 
 
@@ -63,8 +57,8 @@ def next_fit(items: PlanItems) -> tuple[Ints, int]:
     return np.repeat(np.arange(len(lengths)), lengths), len(lengths)
 
 
-def fit_decreasing(items: PlanItems, *, best: bool) -> tuple[Ints, int]:
-    """Put items, largest first, into the first micro-batch with room, or into the fullest.
+def best_fit_decreasing(items: PlanItems) -> tuple[Ints, int]:
+    """Put items, largest first, into the fullest micro-batch with room.
 
     Sizes never grow, so a micro-batch without room for the present size waits until items are
     small enough. Items of one size and number of sequences are placed as a run.
@@ -87,14 +81,14 @@ def fit_decreasing(items: PlanItems, *, best: bool) -> tuple[Ints, int]:
     mask = (1 << shift) - 1
     room, free = list[int](), list[int]()  # tokens and sequences left, by micro-batch
     # two heaps of keys with a micro-batch's number in the low bits: those with room for the present
-    # size, in order of preference, and the others, most room first
+    # size, the fullest first, and the others, most room first
     eligible, waiting = list[int](), list[int]()
     pieces = list[tuple[int, int]]()  # a micro-batch, and items of one run placed there
     runs = (each.tolist() for each in (sizes[begins], counts[begins], repeats))
     for size, count, repeat in zip(*runs, strict=True):
         while waiting and -(waiting[0] >> shift) >= size:
             number = heappop(waiting) & mask
-            heappush(eligible, room[number] << shift | number if best else number)
+            heappush(eligible, room[number] << shift | number)
         passed, left = [], repeat
         while left:
             if eligible:
@@ -116,98 +110,46 @@ def fit_decreasing(items: PlanItems, *, best: bool) -> tuple[Ints, int]:
             else:
                 passed.append(number)
         for number in passed:
-            heappush(eligible, room[number] << shift | number if best else number)
+            heappush(eligible, room[number] << shift | number)
     bin_of = np.empty(len(items), np.int64)
     bin_of[order] = np.repeat(*np.array(pieces, np.int64).reshape(-1, 2).T)
     return bin_of, len(room)
 
 
-def _balance(
-    items: PlanItems, algorithm: Algorithm, num_bins: int, *, multiple_of: int
-) -> tuple[Ints, int]:
-    """Balance over ``num_bins`` micro-batches, or over more until all items fit."""
-    bin_of = balance_over(items, algorithm, num_bins)
-    if bin_of is None and algorithm == "karmarkar_karp":
-        # the faster method finds the number of micro-batches
-        _, num_bins = _balance(items, "longest_processing_time", num_bins, multiple_of=multiple_of)
-        bin_of = balance_over(items, algorithm, num_bins)
-    more = max(1, num_bins // 1024)
-    while bin_of is None:
-        num_bins, more = round_up(num_bins + more, multiple_of), 2 * more
-        bin_of = balance_over(items, algorithm, num_bins)
-    return bin_of, num_bins
+def _balance(items: PlanItems, num_bins: int, multiple_of: int) -> tuple[Ints, int]:
+    """Balance over ``num_bins`` micro-batches, or over more where items find no room.
+
+    Tried are as many as packing needs, then a few more; last, packed items exchange places.
+    """
+    bin_of = balance_over(items, num_bins)
+    if bin_of is not None:
+        return bin_of, num_bins
+    packed, num_packed = best_fit_decreasing(items)
+    enough = round_up(max(num_bins, num_packed), multiple_of)
+    more = (enough, *(enough + enough // share + 1 for share in (256, 64)))
+    for tried in sorted({round_up(count, multiple_of) for count in more} - {num_bins}):
+        bin_of = balance_over(items, tried)
+        if bin_of is not None:
+            return bin_of, tried
+    bin_of = split_bins(items, packed, num_packed, wanted=enough)
+    least = max(-(-int(items.costs.sum()) // enough), int(items.costs.max()))
+    _exchange(bin_of, items, enough, least=least, budget=EXCHANGES)
+    return bin_of, enough
 
 
-def balance_over(items: PlanItems, algorithm: Algorithm, num_bins: int) -> Ints | None:
+def balance_over(items: PlanItems, num_bins: int) -> Ints | None:
     """Balance over exactly ``num_bins`` micro-batches; ``None`` where an item found no room.
 
     No micro-batch is empty while there are as many items, whatever they cost.
     """
     if len(items) == 0:
         return items.sizes
-    method = karmarkar_karp if algorithm == "karmarkar_karp" else longest_processing_time
-    bin_of = method(items, num_bins)
+    bin_of = karmarkar_karp(items, num_bins)
     if bin_of is None:
         return None
     used, numbers = np.unique(bin_of, return_inverse=True)
     if len(used) < min(len(items), num_bins):  # items of no cost lie together
         return split_bins(items, numbers, len(used), wanted=num_bins)
-    return bin_of
-
-
-def longest_processing_time(items: PlanItems, num_bins: int) -> Ints | None:
-    """Put items, most costly first, into the micro-batch of least cost that has room.
-
-    Reference:
-        Graham, *Bounds on multiprocessing timing anomalies*, 1969. Equal costs go by number.
-
-    Returns:
-        The micro-batch of each item, or ``None`` where one found no room. Cost: O(items log
-        micro-batches). After `SEARCHED` full micro-batches the remaining items go where there is
-        most room.
-    """
-    order = decreasing(items.costs)
-    shift = num_bins.bit_length()
-    mask = (1 << shift) - 1
-    room, free = [items.capacity] * num_bins, [items.max_sequences] * num_bins
-    # heaps of keys with a micro-batch's number in the low bits: by cost, and most room first those
-    # without room for an earlier item
-    by_cost, waiting = list(range(num_bins)), list[int]()
-    paid = [0] * num_bins
-    placed, searched = list[int](), 0
-    rows = (each[order].tolist() for each in (items.sizes, items.counts, items.costs))
-    for size, count, cost in zip(*rows, strict=True):
-        if searched <= SEARCHED:
-            while waiting and -(waiting[0] >> shift) >= size:
-                number = heappop(waiting) & mask
-                heappush(by_cost, paid[number] << shift | number)
-            while by_cost:
-                number = by_cost[0] & mask
-                if room[number] >= size and free[number] >= count:
-                    break
-                heappop(by_cost)
-                searched += 1
-                if free[number]:
-                    heappush(waiting, -room[number] << shift | number)
-            else:
-                return None
-            heapreplace(by_cost, by_cost[0] + (cost << shift))
-        else:
-            if by_cost:
-                by_cost, waiting = [], [-rest << shift | n for n, rest in enumerate(room)]
-                heapify(waiting)
-            while waiting and free[waiting[0] & mask] < count:
-                heappop(waiting)
-            if not waiting or room[waiting[0] & mask] < size:
-                return None
-            number = waiting[0] & mask
-            heapreplace(waiting, waiting[0] + (size << shift))
-        room[number] -= size
-        free[number] -= count
-        paid[number] += cost
-        placed.append(number)
-    bin_of = np.empty(len(items), np.int64)
-    bin_of[order] = placed
     return bin_of
 
 

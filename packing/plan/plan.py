@@ -156,7 +156,7 @@ def plan_micro_batches(  # noqa: PLR0913
 
     Args:
         seqlens: ``[sequences]``: tokens of each; ints, an integer array or a tensor.
-        capacity: Maximum tokens of a micro-batch; ``align`` or more, and fewer than 2**31.
+        capacity: Maximum tokens of a micro-batch, ``align`` or more; from 2³¹ - 1 on, no limit.
         algorithm: Method that fills them, see `trajpack.packing.plan.units.Algorithm`.
         cost: Cost of a sequence, where micro-batches are balanced or split: ``None`` for its
             aligned tokens, one number for each sequence, or a function of aligned lengths such as

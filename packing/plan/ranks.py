@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from trajpack.packing.plan.algorithms import (
-    BALANCED,
     balance_over,
     karmarkar_karp,
     place_items,
@@ -104,7 +103,7 @@ def plan_ranks(  # noqa: PLR0913
     num_ranks: int,
     capacity: int,
     *,
-    algorithm: Algorithm = "longest_processing_time",
+    algorithm: Algorithm = "karmarkar_karp",
     cost: Cost = None,
     num_steps: int = 1,
     keep_in_step: Labels = None,
@@ -153,7 +152,7 @@ def plan_ranks(  # noqa: PLR0913
     Example:
         >>> plans = plan_ranks([8, 7, 2, 3, 5, 6], num_ranks=2, capacity=10)
         >>> [[sequences.tolist() for sequences in plans.plan(rank)] for rank in range(2)]
-        [[[0], [3, 4]], [[2, 5], [1]]]
+        [[[3, 4], [0]], [[2, 5], [1]]]
     """
     op = "plan_ranks"
     source = read_input(
@@ -298,8 +297,8 @@ def _ranks_first(
     placed = np.empty(len(members), np.int64)
     for rank, (own, one, (bin_of, num_bins)) in enumerate(zip(held, items, found, strict=True)):
         again = None
-        if num_bins < most and algorithm in BALANCED:
-            again = balance_over(one, algorithm, most)
+        if num_bins < most and algorithm == "karmarkar_karp":
+            again = balance_over(one, most)
         if again is None:
             in_order = algorithm == "next_fit"
             again = split_bins(one, bin_of, num_bins, wanted=most, in_order=in_order)

@@ -14,22 +14,12 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 Cost: TypeAlias = Callable[[Ints], Any] | Sequence[float] | npt.NDArray[Any] | None
 """Cost of a sequence: a function of lengths, one number for each, or ``None`` for its tokens."""
 Labels: TypeAlias = Sequence[Any] | npt.NDArray[Any] | None
-Algorithm: TypeAlias = Literal[
-    "next_fit",
-    "first_fit_decreasing",
-    "best_fit_decreasing",
-    "karmarkar_karp",
-    "longest_processing_time",
-]
+Algorithm: TypeAlias = Literal["next_fit", "best_fit_decreasing", "karmarkar_karp"]
 """Method that fills micro-batches.
 
 - ``"next_fit"``: in the order given, a new one where the next sequence does not fit.
-- ``"first_fit_decreasing"``: longest first, each into the first with room.
-- ``"best_fit_decreasing"``: longest first, each into the fullest with room.
-- ``"karmarkar_karp"``: equal cost, by differencing and exchanges; the best balance.
-- ``"longest_processing_time"``: equal cost, most costly first, each where the cost is least.
-
-The first three make as few as they can, the last two as even as they can.
+- ``"best_fit_decreasing"``: longest first, each into the fullest with room: as few as it can.
+- ``"karmarkar_karp"``: equal cost, by differencing and exchanges.
 """
 Policy: TypeAlias = Literal["raise", "drop", "truncate_at_turn", "own_bin"]
 """Treatment of a sequence that is longer than the capacity:
@@ -50,41 +40,47 @@ Order: TypeAlias = Literal["largest_first", "small_at_ends", "as_planned"]
 
 COST_BITS = 42
 """All costs together, scaled to integers, are below two to this power: their sums are exact."""
+MAX_CAPACITY = 2**31 - 1
+"""Tokens of the largest micro-batch: its boundaries are int32. A greater capacity is no limit."""
 MAX_COST = 1e290
 """Largest cost of a sequence: sums of costs stay finite."""
 
 
 class PlanItems(NamedTuple):
-    """Sequences, or sets of sequences that stay together, to be put into micro-batches."""
+    """Sequences, or sets of sequences that stay together, to be put into micro-batches.
+
+    Attributes:
+        sizes, counts, costs: int64 ``[items]``: aligned tokens, sequences, and scaled costs.
+        capacity, max_sequences: Maximum tokens and sequences of a micro-batch.
+        item_of: int64 ``[sequences]``: item of each sequence.
+    """
 
     sizes: Ints
-    """int64 ``[items]``: aligned tokens."""
     counts: Ints
-    """int64 ``[items]``: sequences."""
     costs: Ints
-    """int64 ``[items]``: costs, scaled to integers."""
     capacity: int
-    """Maximum tokens of a micro-batch."""
     max_sequences: int
-    """Maximum sequences of a micro-batch."""
     item_of: Ints
-    """int64 ``[sequences]``: item of each sequence."""
 
     def __len__(self) -> int:
         return len(self.sizes)
 
 
 class PlanInput(NamedTuple):
-    """Lengths and options of a plan, checked."""
+    """Lengths and options of a plan, checked.
+
+    Attributes:
+        op: Name of the called function, for error messages.
+        seqlens: int64 ``[sequences]``: tokens; the kept ones of a truncated sequence.
+        costs: float64 ``[sequences]``: cost of each; ``by_tokens`` if it is the aligned tokens.
+        together: int64 ``[sequences]``: labels of sequences that share a micro-batch.
+        dropped, truncated, oversized: Sequences that are too long, as in `Plan`.
+    """
 
     op: str
-    """Name of the called function, for error messages."""
     seqlens: Ints
-    """int64 ``[sequences]``: tokens; the kept ones of a truncated sequence."""
     costs: Floats
-    """float64 ``[sequences]``: cost of each."""
     by_tokens: bool
-    """Whether the costs are the aligned tokens."""
     capacity: int
     align: int
     max_sequences: int
@@ -92,13 +88,9 @@ class PlanInput(NamedTuple):
     min_bins: int
     multiple_of: int
     together: Ints | None
-    """int64 ``[sequences]``: labels of sequences that share a micro-batch."""
     dropped: tuple[int, ...]
-    """Too long sequences that are left out, ascending."""
     truncated: Mapping[int, int]
-    """Kept tokens of too long sequences that are cut, by sequence."""
     oversized: tuple[int, ...]
-    """Too long sequences that are alone in a micro-batch, ascending."""
 
     @property
     def planned(self) -> Ints:
@@ -152,12 +144,11 @@ def read_input(  # noqa: PLR0913
     check_count(op, "align", align)
     if max_sequences is not None:
         check_count(op, "max_sequences", max_sequences)
-    if not align <= capacity < 2**31:
+    if capacity < align:
         raise ValueError(
-            f"{op}: capacity must be in [{align}, 2147483647], an aligned sequence or more, "
-            f"got {capacity}"
+            f"{op}: capacity must be {align} or more, an aligned sequence, got {capacity}"
         )
-    align, capacity = int(align), int(capacity)
+    align, capacity = int(align), min(int(capacity), MAX_CAPACITY)
     check_choice(op, "oversized", oversized, choices=Policy)
     lengths, dropped, truncated = _fit_lengths(
         op, lengths, capacity // align * align, align=align, policy=oversized, turn_ends=turn_ends
@@ -261,13 +252,11 @@ def _read_costs(op: str, cost: Cost, sizes: Ints) -> Floats:
             f"{op}: cost must be one number for each of {len(sizes)} sequences, "
             f"got shape {list(costs.shape)}"
         )
-    wrong = np.flatnonzero(~((costs >= 0) & (costs < np.inf)))
+    wrong = np.flatnonzero(~((costs >= 0) & (costs <= MAX_COST)))
     if len(wrong):
         raise ValueError(
-            f"{op}: cost must be finite and not negative, got {costs[wrong[0]]} at {wrong[0]}"
+            f"{op}: cost must be in [0, {MAX_COST}], got {costs[wrong[0]]} at {wrong[0]}"
         )
-    if costs.max(initial=0.0) > MAX_COST:
-        raise ValueError(f"{op}: cost must be at most {MAX_COST}, got {costs.max()}")
     return costs
 
 
@@ -349,6 +338,4 @@ def decreasing(values: Ints) -> Ints:
 
 
 def _as_array(values: Any) -> npt.NDArray[Any]:
-    if hasattr(values, "device") and hasattr(values, "cpu"):
-        values = values.cpu()  # a tensor
-    return np.asarray(values)
+    return np.asarray(values.cpu() if isinstance(values, torch.Tensor) else values)

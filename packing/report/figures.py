@@ -175,7 +175,7 @@ def _plans(batch: PackedBatch, kinds: Numbers, options: ReportOptions) -> dict[s
     algorithms: tuple[Algorithm, ...] = get_args(Algorithm)
     capacities, shown = _capacities(batch, options)
     if len(batch) > MANY_SEQUENCES:
-        algorithms = ("best_fit_decreasing", "longest_processing_time")
+        algorithms = ("next_fit", "best_fit_decreasing")
     cases = []
     for capacity in capacities:
         for algorithm in algorithms if len(batch) else ():

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from trajpack import Trajectory, TrajectoryBuffer, Turn, VersionSpan, pack
+from trajpack import Trajectory, TrajectoryBuffer, Turn, pack
 from trajpack.packing.buffer import buffer as buffer_module
 from trajpack.packing.buffer.staging import Staging
 from trajpack.packing.buffer.tables import GrowingArray
+from trajpack.packing.types import VersionSpan
 
 GOOD = Turn([1, 2], [3, 4], [-0.5, -0.25])
 NAN, INF = float("nan"), float("inf")

@@ -15,7 +15,6 @@ from tests.kernels.test_launches import OPS, VIEWS, RecordedOps
 from trajpack import (
     GRPO,
     PackedBatch,
-    Ragged,
     TokenField,
     Trajectory,
     TrajectoryBuffer,
@@ -26,7 +25,7 @@ from trajpack import (
     plan_micro_batches,
 )
 from trajpack.packing.buffer.trajectory_arrays import TrajectoryArrays
-from trajpack.packing.ragged import gathered
+from trajpack.packing.ragged import Ragged, gathered
 from trajpack.testing import trajectory_lists
 
 MASK = TokenField("mask", torch.int32, ragged=True)

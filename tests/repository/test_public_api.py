@@ -17,6 +17,7 @@ import torch
 
 import trajpack
 from trajpack import agent
+from trajpack.packing.ragged import Ragged
 
 ROOT = Path(__file__).parents[2]
 LAYERS = ["agent", "kernels", "packing"]
@@ -34,9 +35,7 @@ def test_the_facade_exports_what_users_were_promised():
         "Trajectory",
         "TrajectoryBuffer",
         "Turn",
-        "VersionSpan",
         "pack",
-        "unpack",
     }
 
 
@@ -195,7 +194,7 @@ LARGE = [
     agent.InputCase(LONG, LONG),
     agent.ValueCase(LONG, IDS),
     agent.Tool("t", LONG, {"properties": {LONG: {"type": "string"}}}, len),
-    trajpack.Ragged(torch.tensor(IDS), torch.tensor(IDS)),
+    Ragged(torch.tensor(IDS), torch.tensor(IDS)),
     trajpack.LoggedEpisode("e", (TRAJECTORY,) * 50, LONG),
     trajpack.plan_micro_batches(IDS, capacity=5000),
     trajpack.plan_ranks(IDS, capacity=5000, num_ranks=2),

@@ -24,13 +24,7 @@ from trajpack.commands.terminal import readable, results, say
 _COUNT: Any = whole(1, MAX_COUNT)
 Order = Literal["batch", "best", "worst"]
 Oversized = Literal["raise", "drop", "truncate_at_turn", "own_bin"]
-Algorithm = Literal[
-    "next_fit",
-    "first_fit_decreasing",
-    "best_fit_decreasing",
-    "karmarkar_karp",
-    "longest_processing_time",
-]
+Algorithm = Literal["next_fit", "best_fit_decreasing", "karmarkar_karp"]
 Source = Literal["slime", "prime-rl", "areal", "trajpack"]
 Target = Literal["slime", "prime-rl", "torchtitan", "trajpack"]
 Credit = Literal["grpo", "dr-grpo", "rloo"]
@@ -341,7 +335,7 @@ def plan(
 
 _ALGORITHM = (
     "How micro-batches are filled. [default: best_fit_decreasing, or with several ranks "
-    "longest_processing_time]"
+    "karmarkar_karp]"
 )
 _OVERSIZED = "Treatment of a sequence that is longer than the capacity."
 _PLAN_JSON = "Print the statistics and the sequences of each micro-batch as JSON."

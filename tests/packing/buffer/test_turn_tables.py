@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, strategies as st
 
 import trajpack
-from trajpack import Trajectory, TrajectoryBuffer, Turn, VersionSpan, pack
+from trajpack import Trajectory, TrajectoryBuffer, Turn, pack
 from trajpack.packing.buffer import buffer as buffer_module, tables as tables_module
 from trajpack.packing.buffer.tables import GrowingArray
+from trajpack.packing.types import VersionSpan
 from trajpack.testing import assert_batches_equal, trajectory_lists
 
 LAYOUTS = ["merged", "turns"]

@@ -20,12 +20,12 @@ def next_fit(lengths, capacity, max_sequences=None):
     return bins
 
 
-def fit_decreasing(lengths, capacity, *, best, max_sequences=None):
-    """Return bins: longest first, each into the first bin with room or into the fullest."""
+def best_fit_decreasing(lengths, capacity, max_sequences=None):
+    """Return bins: longest first, each into the fullest bin with room."""
     bins, rooms = [], []
     for sequence in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
         fitting = [
-            (room if best else 0, number)
+            (room, number)
             for number, room in enumerate(rooms)
             if room >= lengths[sequence] and len(bins[number]) != max_sequences
         ]
@@ -35,20 +35,6 @@ def fit_decreasing(lengths, capacity, *, best, max_sequences=None):
             rooms.append(capacity)
         bins[number].append(sequence)
         rooms[number] -= lengths[sequence]
-    return [sorted(held) for held in bins]
-
-
-def longest_processing_time(lengths, costs, num_bins, capacity):
-    """Return bins: most costly first, each into the cheapest bin with room; None if none has."""
-    bins, rooms, loads = [[] for _ in range(num_bins)], [capacity] * num_bins, [0] * num_bins
-    for sequence in sorted(range(len(lengths)), key=lambda one: -costs[one]):
-        fitting = [number for number in range(num_bins) if rooms[number] >= lengths[sequence]]
-        if not fitting:
-            return None
-        number = min(fitting, key=lambda one: (loads[one], one))
-        bins[number].append(sequence)
-        rooms[number] -= lengths[sequence]
-        loads[number] += costs[sequence]
     return [sorted(held) for held in bins]
 
 
@@ -131,10 +117,7 @@ def turns(generator, count):
 MIXES = {each.__name__: each for each in (power_law, bimodal, chat, code, turns)}
 
 
-PACKING = ["next_fit", "first_fit_decreasing", "best_fit_decreasing"]
-
-
-BALANCING = ["karmarkar_karp", "longest_processing_time"]
+PACKING = {"next_fit": next_fit, "best_fit_decreasing": best_fit_decreasing}
 
 
 EVERY = list(get_args(Algorithm))

@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from tests.packing.plan import plan_loops
 from tests.packing.plan.plan_loops import (
-    BALANCING,
     EVERY,
     MIXES,
     PACKING,
@@ -34,10 +32,10 @@ DRAWS = {
 def test_a_hundred_thousand_lengths_are_planned_in_no_time(mix):
     """A limit that no loop over lengths and micro-batches keeps, on however slow a machine."""
     lengths, capacity = MIXES[mix](np.random.default_rng(8), 100_000)
-    for name in ("next_fit", "best_fit_decreasing", "longest_processing_time"):
+    for name, limit_s in (("next_fit", 1.5), ("best_fit_decreasing", 1.5), ("karmarkar_karp", 15)):
         begin = time.process_time()
         plan = plan_micro_batches(lengths, capacity, algorithm=name)
-        assert time.process_time() - begin < 1.5, name
+        assert time.process_time() - begin < limit_s, name
         assert len(plan.order) == 100_000
         assert plan.loads.max() <= capacity
     few = plan_micro_batches(lengths, capacity)
@@ -45,35 +43,27 @@ def test_a_hundred_thousand_lengths_are_planned_in_no_time(mix):
 
 
 @pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("seed", range(3))
-def test_packing_is_what_a_loop_over_bins_packs(mix, seed):
-    lengths, capacity = MIXES[mix](np.random.default_rng(seed), 400)
-    plan = plan_micro_batches(lengths, capacity, algorithm="next_fit")
-    assert held_by(plan) == plan_loops.next_fit(lengths, capacity)
-    for best, name in enumerate(PACKING[1:]):
+@pytest.mark.parametrize("name", PACKING)
+def test_packing_is_what_a_loop_over_bins_packs(mix, name):
+    for seed in range(3):
+        lengths, capacity = MIXES[mix](np.random.default_rng(seed), 400)
         plan = plan_micro_batches(lengths, capacity, algorithm=name)
-        expected = plan_loops.fit_decreasing(lengths, capacity, best=bool(best))
-        assert held_by(plan) == expected, name
+        assert held_by(plan) == PACKING[name](lengths, capacity)
 
 
 @settings(max_examples=150)
 @given(SMALL, st.integers(12, 30), st.none() | st.integers(1, 4))
 def test_packing_is_so_for_any_lengths_and_any_bound_of_sequences(lengths, capacity, most):
-    options = {"max_sequences": most, "min_bins": 0}
-    plan = plan_micro_batches(lengths, capacity, algorithm="next_fit", **options)
-    assert held_by(plan) == plan_loops.next_fit(lengths, capacity, most)
-    for best, name in enumerate(PACKING[1:]):
-        plan = plan_micro_batches(lengths, capacity, algorithm=name, **options)
-        expected = plan_loops.fit_decreasing(lengths, capacity, best=bool(best), max_sequences=most)
-        assert held_by(plan) == expected
+    for name, loop in PACKING.items():
+        plan = plan_micro_batches(lengths, capacity, algorithm=name, max_sequences=most, min_bins=0)
+        assert held_by(plan) == loop(lengths, capacity, most)
 
 
 @pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("name", PACKING[1:])
-def test_few_micro_batches_more_than_there_must_be(mix, name):
+def test_few_micro_batches_more_than_there_must_be(mix):
     for seed, count in ((0, 2000), (1, 20_000)):
         lengths, capacity = MIXES[mix](np.random.default_rng(seed), count)
-        plan = plan_micro_batches(lengths, capacity, algorithm=name)
+        plan = plan_micro_batches(lengths, capacity)
         assert len(plan) <= 1.005 * plan.lower_bound + 1
 
 
@@ -220,25 +210,6 @@ def test_work_is_bounded_where_sequences_are_many():
             assert sum(looked) <= algorithms.EXCHANGES
 
 
-@pytest.mark.parametrize("num_bins", [3, 40, 90])
-def test_longest_processing_time_is_what_a_loop_does(num_bins):
-    generator = np.random.default_rng(num_bins)
-    tried = []
-    for count, slack in ((50, 0), (700, 1), (700, 300), (700, 600), (700, 900), (700, 4000)):
-        lengths = generator.integers(0, 900, count)
-        costs = generator.integers(0, 50, count)
-        capacity = max(900, int(lengths.sum()) // num_bins + slack)
-        expected = plan_loops.longest_processing_time(lengths, costs, num_bins, capacity)
-        tried.append(expected is not None)
-        options = {"cost": costs, "min_bins": num_bins, "algorithm": "longest_processing_time"}
-        plan = plan_micro_batches(lengths, capacity, **options)
-        if expected is None:
-            assert len(plan) > num_bins
-        else:
-            assert held_by(plan) == expected
-    assert any(tried)
-
-
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=25), st.integers(1, 6))
 def test_differencing_is_not_behind_a_loop_over_full_rows(costs, num_bins):
@@ -272,24 +243,11 @@ def test_differencing_by_hand(costs, num_bins, wanted):
     assert sorted(plan.bin_costs.tolist()) == wanted
 
 
-@pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("num_bins", [4, 30])
-def test_differencing_balances_better_than_longest_first(mix, num_bins):
-    lengths, _ = MIXES[mix](np.random.default_rng(7), 300)
-    spread = {}
-    for name in BALANCING:
-        plan = plan_micro_batches(lengths, 10**8, min_bins=num_bins, algorithm=name)
-        assert len(plan) == num_bins
-        spread[name] = int(np.ptp(plan.loads))
-    assert spread["karmarkar_karp"] <= spread["longest_processing_time"]
-
-
-@pytest.mark.parametrize("name", BALANCING)
-def test_balancing_takes_few_micro_batches_more_and_they_are_even(name):
+def test_balancing_takes_few_micro_batches_more_and_they_are_even():
     for mix in MIXES:
         lengths, capacity = MIXES[mix](np.random.default_rng(0), 2000)
-        plan = plan_micro_batches(lengths, capacity, algorithm=name)
-        assert len(plan) <= 1.05 * plan.lower_bound + 1
+        plan = plan_micro_batches(lengths, capacity, algorithm="karmarkar_karp")
+        assert len(plan) <= 1.02 * plan.lower_bound + 1
         assert plan.statistics().token_imbalance < 1.06
 
 
@@ -316,12 +274,12 @@ def test_sequences_of_no_cost_leave_none_empty(name):
 
 
 @pytest.mark.parametrize("mix", MIXES)
-def test_costs_that_pull_against_tight_capacities_are_planned_in_time_too(mix):
-    lengths, capacity = MIXES[mix](np.random.default_rng(9), 20_000)
-    drawn = np.random.default_rng(9).random(20_000)
-    for cost, limit_s in ((lengths.astype(float) ** 2, 1.5), (drawn, 3.0)):
-        begin = time.process_time()
-        plan = plan_micro_batches(lengths, capacity, algorithm="longest_processing_time", cost=cost)
-        assert time.process_time() - begin < limit_s
+def test_costs_that_pull_against_tight_capacities_need_few_micro_batches_more_too(mix):
+    """Where balance finds no room, packed sequences exchange places; at most 3 tries in all."""
+    lengths, capacity = MIXES[mix](np.random.default_rng(9), 4000)
+    for cost in (lengths.astype(float) ** 2, np.random.default_rng(9).random(4000)):
+        plan = plan_micro_batches(lengths, capacity, algorithm="karmarkar_karp", cost=cost)
+        packed = plan_micro_batches(lengths, capacity, cost=cost)
         assert plan.loads.max() <= capacity
-        assert cost is drawn or len(plan) <= 1.05 * plan.lower_bound + 1
+        assert len(plan) <= 65 / 64 * len(packed) + 1
+        assert plan.bin_costs.max() <= packed.bin_costs.max()

@@ -108,8 +108,8 @@ def test_costs_of_a_model_balance_micro_batches():
     cost = TransformerCost(1e6, 1e4)
     plans = {
         name: plan_micro_batches(lengths, 60_000, algorithm=name, cost=cost, min_bins=38)
-        for name in ("best_fit_decreasing", "longest_processing_time", "karmarkar_karp")
+        for name in ("best_fit_decreasing", "karmarkar_karp")
     }
     spread = {name: plan.statistics().cost_imbalance for name, plan in plans.items()}
-    assert spread["karmarkar_karp"] < spread["longest_processing_time"] < 1.01
+    assert spread["karmarkar_karp"] < 1.01
     assert spread["best_fit_decreasing"] > 1.3

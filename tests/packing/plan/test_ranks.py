@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from tests.packing.plan.plan_loops import BALANCING, EVERY, MIXES, held_by
-from trajpack import RankPlan, TransformerCost, plan_micro_batches, plan_ranks
-from trajpack.packing.plan.ranks import deal
+from tests.packing.plan.plan_loops import EVERY, MIXES, held_by
+from trajpack import TransformerCost, plan_micro_batches, plan_ranks
+from trajpack.packing.plan.ranks import RankPlan, deal
 from trajpack.packing.plan.units import Order
 
 
@@ -107,7 +107,7 @@ def test_a_rank_keeps_its_labels_over_the_steps(name):
 @pytest.mark.parametrize("mix", MIXES)
 def test_ranks_cost_about_the_same_and_no_room_is_wasted(mix, cost):
     lengths, capacity = MIXES[mix](np.random.default_rng(3), 2048)
-    for name in ("best_fit_decreasing", *BALANCING):
+    for name in ("best_fit_decreasing", "karmarkar_karp"):
         plans = plan_ranks(lengths, 8, capacity, algorithm=name, cost=cost)
         shown = plans.statistics()
         fewest = -(-shown.lower_bound // 8) * 8
@@ -149,11 +149,10 @@ def test_ranks_swap_until_the_most_costly_gains_nothing(num_ranks, rounds, seed)
 def test_groups_on_one_rank_are_spread_by_cost():
     lengths, capacity = MIXES["chat"](np.random.default_rng(5), 1024)
     groups = np.arange(1024) // 8
-    for name in BALANCING:
-        plans = plan_ranks(lengths, 4, capacity, algorithm=name, keep_on_rank=groups)
-        assert plans.statistics().rank_token_imbalance < 1.01
-        ranks = [{int(groups[one]) for one in plan.order} for plan in plans.plans[0]]
-        assert sum(map(len, ranks)) == 128
+    plans = plan_ranks(lengths, 4, capacity, keep_on_rank=groups)
+    assert plans.statistics().rank_token_imbalance < 1.01
+    ranks = [{int(groups[one]) for one in plan.order} for plan in plans.plans[0]]
+    assert sum(map(len, ranks)) == 128
 
 
 def test_orders_of_micro_batches():
@@ -171,9 +170,9 @@ def test_orders_of_micro_batches():
 
 def test_ranks_with_little_have_dummies_and_they_come_last():
     plans = plan_ranks([4, 4, 4], 2, 4)
-    assert [held_by(plans.plan(rank)) for rank in range(2)] == [[[0], [2]], [[1], []]]
+    assert [held_by(plans.plan(rank)) for rank in range(2)] == [[[2], [0]], [[1], []]]
     kept = plan_ranks([4, 4, 4], 2, 4, keep_on_rank=[0, 0, 0])
-    assert [held_by(kept.plan(rank)) for rank in range(2)] == [[[0], [1], [2]], [[], [], []]]
+    assert [held_by(kept.plan(rank)) for rank in range(2)] == [[[2], [1], [0]], [[], [], []]]
     none = plan_ranks([], 3, 4)
     assert [held_by(none.plan(rank)) for rank in range(3)] == [[[]]] * 3
     ends = plan_ranks([4, 3], 1, 4, min_bins=4, order="small_at_ends").plan(0)
@@ -237,7 +236,7 @@ def test_what_ranks_cannot_plan_is_named(asked, error, said):
 
 def test_plans_go_to_other_processes_with_the_lengths_once():
     cut = plan_ranks([5, 30, 8], 2, 10, oversized="truncate_at_turn", turn_ends=[[], [7], []])
-    assert pickle.loads(pickle.dumps(cut)).plan(1).truncated == {1: 7}
+    assert pickle.loads(pickle.dumps(cut)).plan(0).truncated == {1: 7}
     plans = plan_ranks(np.arange(1, 4001), 64, 8000)
     sent = pickle.dumps(plans)
     assert len(sent) < 3 * plans.plan(0).seqlens.nbytes + 64 * 2000

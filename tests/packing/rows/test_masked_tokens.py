@@ -6,8 +6,9 @@ import torch
 from hypothesis import given, settings
 
 from tests.packing.adapters.cases import told_of
-from trajpack import VersionSpan, pack
+from trajpack import pack
 from trajpack.packing.rows.masked_tokens import masked_trajectory
+from trajpack.packing.types import VersionSpan
 from trajpack.testing import trajectories
 
 LOGPROBS = (0, -1.0, -2.0, 0, -4.0)

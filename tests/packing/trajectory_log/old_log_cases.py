@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trajpack import TokenField, Trajectory, Turn, VersionSpan
+from trajpack import TokenField, Trajectory, Turn
+from trajpack.packing.types import VersionSpan
 
 OLD_LOG = Path(__file__).with_name("old_log")
 FIELDS = (

@@ -20,11 +20,12 @@ from tests.packing.trajectory_log.log_cases import (
     write,
 )
 from tests.packing.trajectory_log.old_log_cases import FIELDS, NAMES, trajectories
-from trajpack import TokenField, Trajectory, TrajectoryBuffer, Turn, VersionSpan, pack
+from trajpack import TokenField, Trajectory, TrajectoryBuffer, Turn, pack
 from trajpack.packing.trajectory_log import records as log_records
 from trajpack.packing.trajectory_log.database import LogFile
 from trajpack.packing.trajectory_log.log import TrajectoryLog
 from trajpack.packing.trajectory_log.options import LogOptions
+from trajpack.packing.types import VersionSpan
 from trajpack.testing import assert_batches_equal, trajectory_lists
 
 SMALLEST = 2.0**-149

@@ -19,10 +19,11 @@ from tests.packing.trajectory_log.old_log_cases import (
     SEGMENTS,
     trajectories,
 )
-from trajpack import TokenField, Trajectory, Turn, VersionSpan, pack
+from trajpack import TokenField, Trajectory, Turn, pack
 from trajpack.packing.trajectory_log import parquet as log_parquet
 from trajpack.packing.trajectory_log.log import TrajectoryLog
 from trajpack.packing.trajectory_log.options import DamagedLogError, LogInUseError, LogOptions
+from trajpack.packing.types import VersionSpan
 from trajpack.testing import assert_batches_equal
 
 pa = pytest.importorskip("pyarrow")

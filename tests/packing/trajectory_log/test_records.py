@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from tests.packing.trajectory_log.log_cases import read, turn
-from trajpack import TokenField, Trajectory, TrajectoryBuffer, Turn, VersionSpan
+from trajpack import TokenField, Trajectory, TrajectoryBuffer, Turn
 from trajpack.packing.buffer.trajectory_arrays import FIRST_INTEGERS, TrajectoryArrays
 from trajpack.packing.trajectory_log.database import LogFile
 from trajpack.packing.trajectory_log.log import TrajectoryLog
 from trajpack.packing.trajectory_log.options import DamagedLogError
 from trajpack.packing.trajectory_log.records import COLUMNS, Record, decoded, encoded
+from trajpack.packing.types import VersionSpan
 
 FIELDS = (TokenField("v", torch.float32), TokenField("b", torch.bool, generated_only=False))
 

@@ -39,7 +39,7 @@ def token_scores(batch: PackedBatch, *, op: str = "", place: Place = "turns") ->
     a sequence without generated tokens loses its rewards. With ``"last"`` the sum of a sequence's
     rewards is at its last token, generated or not.
 
-    Cost: a few launches over turns and tokens, no synchronisation.
+    Cost: a few launches over the turns and one over the tokens, no synchronisation.
     """
     if place not in ("turns", "last"):
         raise ValueError(f"{op}: scores must be 'turns' or 'last', got {place!r}")
@@ -51,10 +51,12 @@ def token_scores(batch: PackedBatch, *, op: str = "", place: Place = "turns") ->
     start, end = batch.cu_seqlens[:-1].long(), batch.cu_seqlens[1:].long()
     sequence = batch.turn_sequence.long()
     first = (start + prompt_lengths_of(batch))[sequence]
-    token = torch.arange(batch.num_tokens, device=batch.device)
-    last = torch.where(batch.loss_mask, token, -1).cummax(0).values
-    index = last[(batch.turn_spans[:, 1].long() - 1).clamp(min=0)]
-    index = torch.maximum(index, first)
+    begins, ends = batch.turn_spans.long().unbind(1)
+    order = ends.argsort(stable=True)  # chains may interleave: the order of their tokens
+    generated = torch.where(ends > begins, ends - 1, -1)
+    last = torch.empty_like(generated)
+    last[order] = generated[order].cummax(0).values
+    index = torch.maximum(last, first)
     index = torch.where(first < end[sequence], index, batch.num_tokens)  # a place to be dropped
     return _sum_by_index(batch.turn_rewards, index, batch.num_tokens + 1)[:-1]
 
@@ -62,5 +64,8 @@ def token_scores(batch: PackedBatch, *, op: str = "", place: Place = "turns") ->
 def _sum_by_index(values: torch.Tensor, index: torch.Tensor, size: int) -> torch.Tensor:
     """Sum values with equal index in their order, without atomics: bitwise reproducible."""
     index, order = index.sort(stable=True)
-    bounds = torch.searchsorted(index, torch.arange(size + 1, device=index.device))
-    return segment_sum(values[order], bounds.int()).float()
+    number = (index.diff(prepend=index.new_full((1,), -1)) != 0).cumsum(0) - 1
+    bounds = torch.searchsorted(number, torch.arange(len(values) + 1, device=index.device))
+    sums = segment_sum(values[order], bounds.int()).float()
+    place = torch.cat([index, index.new_full((1,), size)])[bounds[:-1]]  # of no values: dropped
+    return sums.new_zeros(size + 1).index_copy_(0, place, sums)[:-1]

@@ -1,9 +1,10 @@
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.packing.adapters.cases import forked_batch, plain_batch, rows_by_loop
-from trajpack import TrajectoryBuffer, pack
+from trajpack import Trajectory, TrajectoryBuffer, Turn, pack
 from trajpack.packing.rows.rows import row_trajectories, row_turns, rows_of
 from trajpack.packing.rows.scores import row_scores, token_scores
 from trajpack.testing import trajectory_lists
@@ -66,6 +67,44 @@ def test_no_reward_is_lost_but_that_of_rows_without_a_response(trajectories, lay
     expected = [0.0 if no else total for no, total in zip(silent, sums, strict=True)]
     torch.testing.assert_close(torch.tensor(tokens), torch.tensor(expected), atol=1e-5, rtol=1e-5)
     assert not token_scores(batch)[~batch.loss_mask].any()
+
+
+@settings(max_examples=60)
+@given(trajectory_lists(), layouts)
+def test_a_reward_is_where_a_loop_over_turns_places_it(trajectories, layout):
+    """Also where chains interleave, and where turns generated nothing."""
+    batch = pack(trajectories, layout=layout)
+    expected = torch.zeros(batch.num_tokens, dtype=torch.float64)
+    bounds, generated = batch.cu_seqlens.tolist(), batch.loss_mask.nonzero()[:, 0].tolist()
+    for turn, (_, end) in enumerate(batch.turn_spans.tolist()):
+        row = int(batch.turn_sequence[turn])
+        own = [token for token in generated if bounds[row] <= token < bounds[row + 1]]
+        if own:
+            place = max((token for token in own if token < end), default=own[0])
+            expected[place] += batch.turn_rewards[turn]
+    assert torch.equal(token_scores(batch), expected.float())
+
+
+class LargeResults(TorchDispatchMode):
+    """Addresses of results with at least a number of entries."""
+
+    def __init__(self, least):
+        super().__init__()
+        self.least, self.addresses = least, set()
+
+    def __torch_dispatch__(self, op, types, arguments=(), keywords=None):
+        result = op(*arguments, **(keywords or {}))
+        for one in result if isinstance(result, tuple | list) else [result]:
+            if one.numel() >= self.least:
+                self.addresses.add(one.data_ptr())
+        return result
+
+
+def test_scores_fill_one_row_of_tokens_and_work_on_turns():
+    batch = pack([Trajectory("a", [Turn([1] * 500, [2] * 500, [-0.5] * 500, reward=1.0)] * 3)])
+    with LargeResults(batch.num_tokens) as large:
+        token_scores(batch)
+    assert len(large.addresses) == 1
 
 
 def test_a_reward_is_at_the_last_token_of_its_turn_or_row():

@@ -28,7 +28,8 @@ IDS = (*INTEGERS, torch.int16, torch.uint16, torch.uint8)
 Direction: TypeAlias = Literal["forward", "reverse"]
 TokenSets: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Boundaries ``[R + 1]`` int32 and tokens ``[P]``: those of row ``r`` are
-``tokens[boundaries[r] : boundaries[r + 1]]``, distinct integers; such as `PackedBatch.ragged` returns."""
+``tokens[boundaries[r] : boundaries[r + 1]]``, distinct integers, as
+`PackedBatch.ragged` returns."""
 LEAST_TAIL = 2.0**-24
 """Least probability of a teacher's other tokens: what float32 log-probabilities can resolve."""
 ROUNDING = 1e-3

@@ -6,8 +6,8 @@ import sys
 from importlib.util import find_spec
 
 BROUGHT_BY = {
+    "aiohttp": "trajpack[servers]",
     "anyio": "trajpack[agent]",
-    "httpcore": "trajpack[servers]",
     "huggingface_hub": "trajpack[agent]",
     "hypothesis": "hypothesis",
     "jinja2": "trajpack[agent]",
@@ -21,7 +21,6 @@ BROUGHT_BY = {
     "ray": "trajpack[ray]",
     "reasoning_gym": "trajpack[reasoning-gym]",
     "skyrl": "skyrl",
-    "sniffio": "trajpack[servers]",
     "stamina": "trajpack[servers]",
     "tensordict": "tensordict",
     "tinker": "tinker",

@@ -105,7 +105,7 @@ class Control:
         if server.told_version != told:
             return  # an update came in between
         if isinstance(name, str) and not (is_number(name) and int(name[:20]) >= told):
-            raise server.restart_error(told, name, body)
+            raise server.restart_error(told, name)
 
     async def update(
         self, request: HTTPRequest, version: int, *, is_label_only: bool = False
@@ -147,7 +147,7 @@ class Control:
         if isinstance(answer, dict) and answer.get("success") is False:
             message = answer.get("message")
             detail = quote_body(message if isinstance(message, str) else "success: false")
-            raise ExchangeError(server.client.error_message("it said", detail, body), server.name)
+            raise ExchangeError(f"it said: {detail}", server.name)
 
     async def pause(self, *, interrupt: bool) -> None:
         """Pause all healthy servers, and hold back new requests."""

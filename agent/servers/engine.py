@@ -84,7 +84,7 @@ class ServerEngine(QueuedEngine):
         given = [urls] if isinstance(urls, str) else list(urls)
         if not given:
             raise ValueError("urls: expected the address of one server at least, got none")
-        require("httpcore", "anyio", "msgspec", "sniffio", "stamina")
+        require("aiohttp", "msgspec", "stamina")
         self._urls = [ServerURL.parse(url) for url in given]
         if len({url.base for url in self._urls}) < len(self._urls):
             raise ValueError("urls: one server is named twice")
@@ -365,8 +365,7 @@ class ServerEngine(QueuedEngine):
         except BackwardsError as error:
             raise OutdatedError(str(error), server.name) from None
         except ValueError as error:
-            message = server.client.error_message("this is no answer", str(error), body)
-            raise MalformedError(message, server.name) from None
+            raise MalformedError(f"this is no answer: {error}", server.name) from None
 
     async def _send(self, server: Server, completion: Completion, max_bytes: int) -> bytes:
         """Send the request for the missing tokens; a failed one is aborted at the server."""

@@ -68,12 +68,11 @@ class Server:
         """Host and port."""
         return self.client.name
 
-    def restart_error(self, told: int, version: str, body: bytes = b"") -> RetryableError:
+    def restart_error(self, told: int, version: str) -> RetryableError:
         """Mark a server that does not know the version that it acknowledged: it was restarted."""
         self.is_behind = True
-        where = f"told of version {told}, it says"
-        message = self.client.error_message(where, quote_body(version), body)
-        reason = f"{message}: it seems to have been started anew; an update helps"
+        said = f"told of version {told}, it says: {quote_body(version)}"
+        reason = f"{said}: it seems to have been started anew; an update helps"
         return RetryableError(reason, self.name, is_connection=True)
 
 

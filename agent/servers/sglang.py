@@ -102,7 +102,7 @@ class SGLangServerAPI:
         payload = {"rid": sample.request_id, **_payload(sample.token_ids, sampling)}
         if sample.wants_routes:
             payload["return_routed_experts"] = True
-        return HTTPRequest("/generate", payload, request_id=sample.request_id)
+        return HTTPRequest("/generate", payload)
 
     def read_sample(self, body: bytes, limits: ResponseLimits) -> EngineResponse:
         """Parse the response."""

@@ -157,6 +157,6 @@ class VLLMServerAPI:
             # without this, two tokens of the same text would count as one
             payload |= {"return_tokens_as_token_ids": True, "return_token_ids": True}
             payload |= {"request_id": request_id, "prompt": token_ids, **sampling}
-            return HTTPRequest("/v1/completions", payload, request_id=request_id)
+            return HTTPRequest("/v1/completions", payload)
         payload |= {"request_id": request_id, "token_ids": token_ids, "sampling_params": sampling}
-        return HTTPRequest("/inference/v1/generate", payload, request_id=request_id)
+        return HTTPRequest("/inference/v1/generate", payload)

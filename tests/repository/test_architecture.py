@@ -23,7 +23,7 @@ MAX_FUNCTION_LINES = 60
 OPTIONAL = {
     "anyio",
     "gymnasium",
-    "httpcore",
+    "aiohttp",
     "httpx",
     "hypothesis",
     "math_verify",

@@ -63,8 +63,8 @@ ENTRIES = {
         "anyio", "trajpack[agent]"),
     "agent:RolloutMetrics()": ("prometheus_client", "trajpack[metrics]"),
     "agent:RolloutTracer()": ("opentelemetry", "trajpack[metrics]"),
-    "agent:VLLMEngine('http://127.0.0.1:9')": ("httpcore", "trajpack[servers]"),
-    "agent:SGLangEngine('http://127.0.0.1:9')": ("httpcore", "trajpack[servers]"),
+    "agent:VLLMEngine('http://127.0.0.1:9')": ("aiohttp", "trajpack[servers]"),
+    "agent:SGLangEngine('http://127.0.0.1:9')": ("aiohttp", "trajpack[servers]"),
     "agent.ray:RolloutWorkers(None, 1)": ("anyio", "trajpack[agent]"),
     "agent.ray:local_cluster(num_cpus=1).__enter__()": ("ray", "trajpack[ray]"),
     "agent:TRLRollout(None, None, [])._generate([], [], None)": ("trl", "trl"),
@@ -242,7 +242,7 @@ def test_an_error_is_explained_once_and_a_strange_one_not() -> None:
 COMMAND = "from trajpack.cli import main; sys.argv[0] = 'trajpack'; main()"
 
 QUICK = [["--help"], ["--version"], ["rollout", "--help"], ["replay", "--help"],
-         ["inspect", "--help"], ["train", "--help"]]  # fmt: skip
+         ["inspect", "--help"]]  # fmt: skip
 REFUSED = [[], ["teach"], ["rollout", "--nope"], ["inspect"], ["rollout", "--turns", "two"]]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
 import re
 import socket
 import ssl
@@ -85,8 +84,6 @@ ANSWERS: dict[str, bytes] = {
     "chunks that are cut": chunked(b"%x\r\n%s" % (len(GOOD), GOOD[:-3])),
     "no chunk": chunked(b"0\r\n\r\n"),
     "a trailer that is none": chunked(b"2\r\n{}\r\n0\r\nx y: z\r\n\r\n"),
-    "a good body, compressed": whole(gzip.compress(GOOD), "200 OK", "content-encoding: gzip"),
-    "a good body, deflated": whole(zlib.compress(GOOD), "200 OK", "content-encoding: deflate"),
     "a good body, said to be": whole(GOOD, "200 OK", "content-encoding: br"),
     "a good body, coded twice": whole(GOOD, "200 OK", "content-encoding: identity, gzip"),
     "a bomb": whole(zlib.compress(bytes(10**7)), "200 OK", "content-encoding: deflate"),
@@ -170,53 +167,6 @@ def dripping(start: bytes, again: bytes, pause_s: float = 0.0) -> Serve:
     return serve
 
 
-TINY: dict[str, tuple[Serve, str]] = {
-    "chunks of a byte": (endless(CHUNKED % 200, b"1\r\n \r\n"), "tiny pieces"),
-    "chunks of two bytes": (endless(CHUNKED % 200, b"2\r\n  \r\n"), "tiny pieces"),
-    "chunks of an error": (endless(CHUNKED % 500, b"1\r\n \r\n"), "tiny pieces"),
-    "chunks of a refusal": (endless(CHUNKED % 400, b"2\r\n  \r\n"), "tiny pieces"),
-    "chunks behind a large one": (
-        endless(CHUNKED % 200 + b"4000\r\n" + b" " * 0x4000 + b"\r\n", b"1\r\n \r\n"),
-        "tiny pieces",
-    ),
-    "chunks with extensions": (endless(CHUNKED % 200, b"1;a=b\r\n \r\n"), "tiny pieces"),
-    "chunks with long extensions": (
-        endless(CHUNKED % 200, b"1;" + b"a=b;" * 40 + b"\r\n \r\n"),
-        "frames of chunks",
-    ),
-    "chunks with extensions of a read": (
-        endless(CHUNKED % 200, b"1;" + b"a" * 14_000 + b"\r\n \r\n"),
-        "frames of chunks",
-    ),
-    "chunks with many zeros": (
-        endless(CHUNKED % 200, b"0" * 15 + b"1\r\n \r\n"),
-        "tiny pieces",
-    ),
-    "chunks with zeros": (endless(CHUNKED % 200, b"0001\r\n \r\n"), "tiny pieces"),
-    "interim answers 100": (endless(b"", b"HTTP/1.1 100 Continue\r\n\r\n"), "interim answers"),
-    "interim answers 102": (endless(b"", b"HTTP/1.1 102 \r\n\r\n"), "interim answers"),
-    "interim answers with headers": (
-        endless(b"", b"HTTP/1.1 103 Early Hints\r\nlink: x\r\nlink: y\r\n\r\n"),
-        "interim answers",
-    ),
-    "headers": (endless(b"HTTP/1.1 200 OK\r\n", b"a:b\r\n"), "headers"),
-    "a header": (endless(b"HTTP/1.1 200 OK\r\na: ", b"b"), "headers"),
-    "lines of one header": (endless(b"HTTP/1.1 200 OK\r\na: b\r\n", b" c\r\n"), "headers"),
-    "a reason": (endless(b"HTTP/1.1 200 ", b"O"), "headers"),
-    "trailers": (endless(CHUNKED % 200 + b"2\r\n{}\r\n0\r\n", b"a:b\r\n"), "headers"),
-    "an extension": (endless(CHUNKED % 200 + b"2;", b"a"), "headers"),
-    "packets of the head": (dripping(b"", b"HTTP/1.1 100 \r\n\r\n"), "tiny pieces"),
-    "packets of a header": (dripping(b"HTTP/1.1 200 OK\r\na: ", b"b"), "tiny pieces"),
-    "packets of the body": (dripping(head("content-length: 60000"), b" "), "tiny pieces"),
-    "packets of a chunk": (dripping(CHUNKED % 200 + b"FFFF\r\n", b" "), "tiny pieces"),
-    "packets of an error": (
-        dripping(b"HTTP/1.1 503 X\r\ncontent-length: 60000\r\n\r\n", b" "),
-        "tiny pieces",
-    ),
-}
-"""Streams without end that make much work of few bytes, and the reason to refuse them."""
-
-
 async def _hang(writer: asyncio.StreamWriter) -> None:
     await asyncio.sleep(3600)
 
@@ -238,12 +188,11 @@ STREAMS: dict[str, Serve] = {
     "an endless body": endless(CHUNKED % 200, b"1000\r\n" + b"[" * 0x1000 + b"\r\n"),
     "an endless body of zeros": endless(head(), bytes(4096)),
     "an endless error": endless(CHUNKED % 400, b"1000\r\n" + b"[" * 0x1000 + b"\r\n"),
-    "endless blank lines": endless(b"", b"\r\n"),
+    "an endless header": endless(b"HTTP/1.1 200 OK\r\na: ", b"b"),
     "silence": _hang,
     "silence in the body": _hang_in_the_body,
     "a reset": _reset,
     "a slow drip": dripping(head("content-length: 900"), b" ", 0.05),
-    **{f"endless {name}": serve for name, (serve, _) in TINY.items()},
 }
 """What does not end by itself, or ends rudely."""
 

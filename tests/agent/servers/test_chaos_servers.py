@@ -51,7 +51,7 @@ RATES = {
     Fault.EXCEPTION: 0.05,
     Fault.KILL: 0.05,
 }
-MALFORMED = {Fault.WRONG_LENGTH, Fault.NAN, Fault.UNKNOWN_ID}
+MALFORMED = {Fault.WRONG_LENGTH, Fault.NAN, Fault.UNKNOWN_ID, Fault.DUPLICATE}
 ALWAYS_POSSIBLE = {"unavailable", "timeout"}
 """Servers die whoever is asking them."""
 

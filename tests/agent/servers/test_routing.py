@@ -1,7 +1,6 @@
-"""Failing servers: retries, rotation, outages, and secrets that servers repeat."""
+"""Failing servers: retries, rotation, outages."""
 
 import asyncio
-import base64
 import itertools
 import logging
 import random
@@ -23,9 +22,7 @@ from tests.agent.servers.loopback import (
     say_sglang,
     say_vllm,
     serving,
-    sglang_body,
     until,
-    vllm_body,
 )
 from trajpack.agent.errors import (
     GenerationError,
@@ -259,7 +256,8 @@ def test_an_outage_ends_in_an_error_that_names_the_server() -> None:
             await server.__aexit__()
             reply = await ask(engine)
             assert isinstance(reply, ServerUnavailableError)
-            assert f"no server was healthy for 0.1 s: 127.0.0.1:{server.port}: Conn" in str(reply)
+            said = f"no server was healthy for 0.1 s: 127.0.0.1:{server.port}: ClientConnect"
+            assert said in str(reply)
 
     asyncio.run(body())
 
@@ -377,85 +375,5 @@ def test_a_token_may_be_a_word_or_a_number_that_an_answer_has(token: str) -> Non
         for engine_type, say in ((VLLMEngine, say_vllm), (SGLangEngine, say_sglang)):
             async with serving(engine_type, say, options=options(token=token)) as (_, engine):
                 assert (await generate(engine)).output_ids.tolist() == [4, 5]
-
-    asyncio.run(body())
-
-
-SECRET = "t0ken-secret"
-ESCAPED = "".join(f"\\u{ord(char):04x}" for char in SECRET)
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        Answer(400, b"x" * 295 + SECRET.encode()),
-        Answer(200, vllm_body([4], finish=SECRET)),
-        Answer(200, vllm_body([4], finish="y" * 75 + SECRET)),
-        Answer(200, {"error": SECRET}),
-        Answer(200, f'{{"error": "{ESCAPED}"}}'.encode()),
-        Answer(503, f'{{"error": "{SECRET}"}}'.encode()),
-        Answer(raw=f"Authorization: Bearer {SECRET}\r\n\r\n".encode()),
-    ],
-)
-@pytest.mark.parametrize("is_password", [False, True, None])
-def test_what_repeats_a_secret_is_not_shown(
-    answer: Answer, is_password: bool | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def body() -> GenerationError:
-        async with Loopback(always(answer)) as server:
-            changed = options(token=SECRET if is_password is False else None)
-            user = {True: f"//me:{SECRET}@", None: f"//{SECRET}@", False: "//"}[is_password]
-            url = server.url.replace("//", user)
-            async with VLLMEngine(url, options=changed) as engine:
-                reply = await ask(engine)
-        assert isinstance(reply, GenerationError)
-        assert f"127.0.0.1:{server.port}: " in str(reply)
-        return reply
-
-    with caplog.at_level(logging.INFO):
-        reply = asyncio.run(body())
-    shown = [str(reply), repr(reply), *(str(vars(line)) for line in caplog.records)]
-    for part in (SECRET[:6], base64.b64encode(SECRET.encode()).decode()[:6]):
-        assert not [text for text in shown if part in text]
-    assert "it repeats a secret" in str(reply)
-
-
-def test_a_version_that_is_a_secret_is_not_shown(caplog: pytest.LogCaptureFixture) -> None:
-    is_told = False
-
-    async def say(asked: Asked) -> Answer:
-        nonlocal is_told
-        if asked.path == "/update_weight_version":
-            is_told = True
-            return Answer(body={"success": True})
-        if asked.path == "/model_info":
-            return Answer(body={"weight_version": SECRET})
-        if asked.is_draw:
-            return Answer(body=sglang_body([4], versions=[(SECRET if is_told else "1", 0, 1)]))
-        return await say_sglang(asked)
-
-    async def body() -> None:
-        async with serving(SGLangEngine, say, options=options(token=SECRET)) as (_, engine):
-            await engine.set_version(3)
-            asked = asyncio.create_task(ask(engine))
-            assert engine._control is not None
-            (server,) = engine._control.router.servers
-            await until(lambda: server.is_behind)
-            asked.cancel()
-
-    with caplog.at_level(logging.INFO):
-        asyncio.run(body())
-    assert "told of version 3, it says: it repeats a secret" in caplog.text
-    assert not [line for line in caplog.records if SECRET[:6] in str(vars(line))]
-
-
-def test_a_token_that_is_not_taken_is_noticed_at_the_start() -> None:
-    async def guarded(asked: Asked) -> Answer:
-        return Answer() if asked.path == "/health" else Answer(401, {"error": "Unauthorized"})
-
-    async def body() -> None:
-        with pytest.raises(SetupError, match=r"127\.0\.0\.1:\d+: status 401 on /v1/models"):
-            async with serving(VLLMEngine, guarded):
-                pass
 
     asyncio.run(body())

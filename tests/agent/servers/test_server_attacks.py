@@ -9,85 +9,22 @@ import random
 import shutil
 import ssl
 import subprocess
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import h11
 import pytest
 
-from tests.agent.servers.hostile_answers import BEHAVIOURS, TINY, Hostile, Serve
-from tests.agent.servers.loopback import ask, encode, generate, options, raw_server, vllm_body
-from trajpack.agent.errors import GenerationError, MalformedResponseError, SetupError
+from tests.agent.servers.hostile_answers import BEHAVIOURS, Hostile, Serve, sending
+from tests.agent.servers.loopback import ask, encode, generate, options, vllm_body
+from trajpack.agent.errors import GenerationError
 from trajpack.agent.protocols import SamplingParams
 from trajpack.agent.servers.options import RetryLimits, TimeLimits
 from trajpack.agent.servers.sglang import SGLangEngine
 from trajpack.agent.servers.vllm import VLLMEngine
 
 SEED = 14
-MOST_EVENTS = 1500
-"""What the parser may make of an answer before other tasks run; 5 microseconds each."""
 LIMITS = TimeLimits(request_s=20, generation_s=30, outage_s=2, start_s=5, control_s=5)
-
-
-@pytest.fixture
-def events_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
-    """Events of the parser in each turn of the event loop, by the number of the turn."""
-    counted: Counter[int] = Counter()
-    next_event = h11.Connection.next_event
-
-    def counting(connection: h11.Connection) -> Any:
-        counted[counted[-1]] += 1
-        return next_event(connection)
-
-    monkeypatch.setattr(h11.Connection, "next_event", counting)
-    return counted
-
-
-async def count_turns(counted: Counter[int]) -> None:
-    while True:
-        counted[-1] += 1
-        await asyncio.sleep(0)
-
-
-@pytest.mark.parametrize("engine_type", [VLLMEngine, SGLangEngine])
-@pytest.mark.parametrize("name", TINY)
-def test_an_answer_that_is_more_work_than_it_is_worth_is_refused(
-    name: str, engine_type: Any, events_at_a_time: Counter[int]
-) -> None:
-    serve, reason = TINY[name]
-
-    async def body() -> None:
-        changed = options(time_limits=LIMITS)
-        async with Hostile(serve) as server, engine_type(server.url, options=changed) as engine:
-            turns = asyncio.create_task(count_turns(events_at_a_time))
-            reply = await ask(engine)
-            turns.cancel()
-            assert isinstance(reply, MalformedResponseError), reply
-            assert reason in str(reply)
-            assert server.num_draws == 1
-
-    asyncio.run(body())
-    del events_at_a_time[-1]
-    assert 0 < max(events_at_a_time.values()) < MOST_EVENTS
-
-
-def test_a_server_that_greets_in_tiny_pieces_is_refused() -> None:
-    """Health, and whatever else a server is asked, is read in the same way."""
-    serve, reason = TINY["interim answers 100"]
-
-    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        await serve(writer)
-
-    async def body() -> None:
-        async with raw_server(greet) as url:
-            with pytest.raises(SetupError, match=reason):
-                async with VLLMEngine(url, options=options(time_limits=LIMITS)):
-                    pass
-
-    asyncio.run(body())
 
 
 def test_a_long_answer_in_reasonable_pieces_is_taken() -> None:
@@ -112,7 +49,7 @@ def test_a_long_answer_in_reasonable_pieces_is_taken() -> None:
     asyncio.run(body())
 
 
-def test_pieces_are_counted_behind_tls_too(tmp_path: Path) -> None:
+def test_a_server_with_a_certificate_of_its_own_is_asked(tmp_path: Path) -> None:
     if shutil.which("openssl") is None:
         pytest.skip("openssl, which makes a certificate, is not installed")
     key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "certificate.pem")
@@ -127,19 +64,14 @@ def test_pieces_are_counted_behind_tls_too(tmp_path: Path) -> None:
     )
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(certificate, key)
-    serve, reason = TINY["chunks of a byte"]
 
     async def body() -> None:
         changed = options(time_limits=LIMITS, ca_file=certificate)
         async with (
-            Hostile(serve, 2, tls) as server,
+            Hostile(sending(b""), 1, tls) as server,
             VLLMEngine(server.url, options=changed) as engine,
         ):
-            for k in range(2):
-                await generate(engine, f"{k}@0")
-            reply = await ask(engine)
-            assert isinstance(reply, MalformedResponseError), reply
-            assert reason in str(reply)
+            await generate(engine)
 
     asyncio.run(body())
 
@@ -160,14 +92,13 @@ async def one_reply(serve: Serve, engine_type: Any, *, num_good: int, request_s:
 
 @pytest.mark.attack
 def test_each_answer_that_is_none_is_one_error(tries: Callable[[int], int]) -> None:
-    assert len(BEHAVIOURS) >= 83
     cases = [
         (name, engine_type, num_good)
         for name in BEHAVIOURS
         for engine_type in (VLLMEngine, SGLangEngine)
         for num_good in (0, 1)
     ]
-    assert len(cases) >= 341
+    assert len(cases) >= 250
     chosen = random.Random(SEED).sample(cases, tries(len(cases)))
     gc.collect()
     before = len(os.listdir("/proc/self/fd")), resident_bytes()

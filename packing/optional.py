@@ -20,6 +20,7 @@ BROUGHT_BY = {
     "pyarrow": "trajpack[log]",
     "ray": "trajpack[ray]",
     "reasoning_gym": "trajpack[reasoning-gym]",
+    "rich": "trajpack[cli]",
     "skyrl": "skyrl",
     "stamina": "trajpack[servers]",
     "tensordict": "tensordict",
@@ -28,6 +29,7 @@ BROUGHT_BY = {
     "transformers": "trajpack[agent]",
     "triton": "trajpack[triton]",
     "trl": "trl",
+    "typer": "trajpack[cli]",
     "verl": "verl",
 }
 """For each module that not every installation has, what to install."""

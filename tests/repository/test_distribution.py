@@ -114,11 +114,15 @@ def test_the_links_of_the_description_are_absolute_and_lead_to_files(built: Path
     assert re.findall(code, shown, re.S | re.M) == re.findall(code, readme, re.S | re.M)
 
 
-def test_the_command_runs_with_the_core_alone(core: Path) -> None:
-    assert "Usage: trajpack" in run(core / "trajpack", "--help")
-    assert run(core / "trajpack", "--version").split() == ["trajpack", run(
-        core / "python", "-c", "import trajpack; print(trajpack.__version__)"
-    ).strip()]  # fmt: skip
+def test_the_command_runs_with_its_extra_and_names_it(
+    core: Path, built: Path, tmp_path: Path
+) -> None:
+    command = installed(built, tmp_path / "venv", "cli") / "trajpack"
+    assert "Usage: trajpack" in run(command, "--help")
+    assert run(command, "--version").startswith("trajpack ")
+    lacking = subprocess.run([core / "trajpack"], check=False, capture_output=True, text=True)
+    wanted = "trajpack: error: No module named 'typer': install trajpack[cli]\n"
+    assert (lacking.returncode, lacking.stdout, lacking.stderr) == (2, "", wanted)
 
 
 def test_the_first_example_runs_with_the_core_alone(core: Path, tmp_path: Path) -> None:
@@ -137,7 +141,7 @@ def test_the_first_example_runs_with_the_core_alone(core: Path, tmp_path: Path) 
 def test_the_demonstration_needs_its_extra_and_no_more(built: Path, tmp_path: Path) -> None:
     needed = required("demo")
     assert not needed & (DEVELOPMENT | {"ray", "trl", "matplotlib", "reasoning-gym"})
-    assert needed < required("agent")
+    assert needed - required("cli") < required("agent")
     assert not required("agent") & {"matplotlib", "reasoning-gym"}
     programs = installed(built, tmp_path / "venv", "demo")
     command = programs / "trajpack"

@@ -18,8 +18,8 @@ from tests.repository.test_architecture import PRODUCT, ROOT, imports_at_run_tim
 from tests.support.slow import slow_after
 from trajpack.packing.optional import BROUGHT_BY, explained, require
 
-OF_CORE = {"jinja2"}
-"""Optional by its own name, but brought by torch."""
+KEPT = {"jinja2", "rich", "typer"}
+"""Optional by their own names, but brought by torch and the command."""
 HIDE = f"""
 import sys
 from importlib.machinery import PathFinder
@@ -27,7 +27,7 @@ from importlib.machinery import PathFinder
 class Core:
     "Finds what every installation has."
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {set(BROUGHT_BY) - OF_CORE!r}:
+        if name.partition(".")[0] in {set(BROUGHT_BY) - KEPT!r}:
             return None
         return PathFinder.find_spec(name, path, target)
 
@@ -166,13 +166,13 @@ ELSEWHERE = {
     ("kernels/dispatch.py", "triton"): "an explicit impl, which says so itself",
     ("kernels/compilation.py", "triton"): "imported only where it is installed",
     ("kernels/launches.py", "triton"): "imported only where it is installed",
-    ("src/trajpack/commands/terminal.py", "transformers"): "explained by the command",
+    ("packing/batch/inspection.py", "rich"): "the command's alone",
 }
 
 
 def optional_imports(path: Path) -> set[str]:
     """Return the packages that a file imports when it runs and that may be missing."""
-    core = {"__future__", "numpy", "rich", "safetensors", "torch", "trajpack", "typer"}
+    core = {"__future__", "numpy", "safetensors", "torch", "trajpack"}
     found = {module.partition(".")[0] for module in imports_at_run_time(tree_of(path))}
     return found - core - sys.stdlib_module_names
 
@@ -195,7 +195,7 @@ def test_every_optional_import_is_behind_what_names_it() -> None:
             if path.name.endswith("_triton.py") and module == "triton":
                 continue
             assert module in BROUGHT_BY, (name, module)
-            if (name, module) not in ELSEWHERE:
+            if (name, module) not in ELSEWHERE and "src/trajpack/commands" not in name:
                 assert module in required_in(path) | required_in(door), (name, module)
 
 
@@ -216,10 +216,10 @@ def test_what_is_to_be_installed_brings_the_package() -> None:
             assert others.get(module, module) in brought[extra], module
 
 
-def test_every_installation_has_what_the_command_needs() -> None:
+def test_the_core_has_three_requirements() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     core = {re.split(r"[>=;<]", one)[0] for one in project["dependencies"]}
-    assert core == {"numpy", "rich", "safetensors", "torch", "typer"}
+    assert core == {"numpy", "safetensors", "torch"}
 
 
 def test_require_is_silent_where_all_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,9 +256,7 @@ print(*sorted(sys.modules), file=sys.stderr)
     done = core_only(code)
     loaded = set(done.stderr.splitlines()[-1].split())
     assert {"typer", "trajpack.commands.app"} <= loaded
-    assert not {
-        name for name in loaded if name.partition(".")[0] in {"torch", *BROUGHT_BY} - OF_CORE
-    }
+    assert not {name for name in loaded if name.partition(".")[0] in {"torch", *BROUGHT_BY} - KEPT}
     assert f"trajpack {trajpack.__version__}\n" in done.stdout
 
 

@@ -61,7 +61,7 @@ $(DEMO_STAMP): pyproject.toml constraints.txt | environment
 demo: $(or $(wildcard $(STAMP)),$(DEMO_STAMP)) ## Train a tiny model on sums, look at its last batch, draw both; half a minute
 	$(BIN)/python examples/train_sums.py --steps 6 --out demo/train.html --batch demo/batch.safetensors
 	$(BIN)/trajpack inspect demo/batch.safetensors --order worst --sequences 2
-	$(BIN)/trajpack report demo/batch.safetensors
+	$(BIN)/trajpack report demo/batch.safetensors --force
 
 .PHONY: train
 train: $(or $(wildcard $(STAMP)),$(DEMO_STAMP)) ## Let a tiny model learn sums, in about a minute; curves in demo/train.html

@@ -114,23 +114,3 @@ def test_what_is_left_out_is_named_with_the_remedy(batch: PackedBatch, tmp_path:
     pack([Trajectory("a", [turn])], fields=[values]).save(tmp_path / "batch.safetensors")
     done = call("convert", tmp_path / "batch.safetensors", "--from", "trajpack", *after)
     assert "trajpack: left out, not in samples of torchtitan: values\n" in done.stderr
-
-
-def test_wrong_files_are_refused_in_one_line(tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
-    after = ("--from", "slime", "--to", "prime-rl", "--out", out)
-    assert "No such file" in refusal("convert", tmp_path / "none.jsonl", *after)
-    assert "line 2: no JSON" in refusal("convert", _text(tmp_path, "{}\n{"), *after)
-    assert "tokens are missing" in refusal("convert", _text(tmp_path, "{}"), *after)
-    assert "must be a mapping" in refusal("convert", _text(tmp_path, "3"), *after)
-    torch.save({"x": 1}, tmp_path / "x.pt")
-    assert "holds no list of slime samples" in refusal("convert", tmp_path / "x.pt", *after)
-    (tmp_path / "y.pt").write_bytes(b"no pickle")
-    assert "cannot read" in refusal("convert", tmp_path / "y.pt", *after)
-    wrong = (*after[:-1], tmp_path / "out.txt")
-    assert "--out must be a .jsonl or .pt file" in refusal("convert", tmp_path / "x.pt", *wrong)
-
-
-def _text(folder: Path, text: str) -> Path:
-    (folder / "in.jsonl").write_text(text)
-    return folder / "in.jsonl"

@@ -63,11 +63,3 @@ def test_long_sequences_are_refused_or_treated_as_asked(batch_file: Path) -> Non
 def test_the_options_are_those_of_plan_micro_batches() -> None:
     assert get_args(app.Algorithm) == get_args(Algorithm)
     assert get_args(app.Oversized) == get_args(Policy)
-
-
-def test_wrong_requests_are_refused_in_one_line(batch_file: Path, tmp_path: Path) -> None:
-    assert "Missing option '--capacity'" in refusal("plan", batch_file)
-    known = f"{', '.join(get_args(Algorithm)[:-1])} or {get_args(Algorithm)[-1]}"
-    wrong = ("--capacity", 8, "--algorithm", "x")
-    assert f"--algorithm must be {known}, got 'x'" in refusal("plan", batch_file, *wrong)
-    assert "No such file" in refusal("plan", tmp_path / "none", "--capacity", 8)

@@ -1,11 +1,15 @@
-"""Progress of the commands: bars on a terminal, lines elsewhere."""
+"""Progress of a rollout: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
 import io
+import os
 
+import pytest
 from rich.console import Console
 
+from tests.commands.command import call
+from trajpack import Trajectory, Turn, pack
 from trajpack.agent.runner.runner import Progress
 from trajpack.commands.progress import EpisodeBoard
 
@@ -21,45 +25,36 @@ LAST = Progress(
 )
 
 
-def show(*, force_terminal: bool) -> tuple[str, list[str]]:
-    lines: list[str] = []
+def show(*, force_terminal: bool) -> str:
     console = Console(file=io.StringIO(), force_terminal=force_terminal, width=100)
-    with EpisodeBoard(3, console, lines.append) as board:
+    with EpisodeBoard(3, console) as board:
         for progress in (FIRST, FIRST, LAST):
             board.update(progress)
-        board.say("[bold] a word")
     assert board.progress is LAST
     assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue(), lines
+    return console.file.getvalue()
 
 
-def test_a_rollout_prints_first_and_last_progress_without_a_terminal() -> None:
-    drawn, lines = show(force_terminal=False)
-    assert not drawn
-    assert lines == [
-        "episodes 1 of 3, 2 turns, 50 tokens/s, 0% right, 0:01",
-        "episodes 3 of 3, 5 turns, 2,500 tokens/s, 25% right, 1 failed, 0:02",
-        "[bold] a word",
+def test_first_and_last_progress_are_lines_without_a_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert not show(force_terminal=False)
+    assert capsys.readouterr().err.splitlines() == [
+        "trajpack: episodes 1 of 3, 2 turns, 50 tokens/s, 0% right, 0:01",
+        "trajpack: episodes 3 of 3, 5 turns, 2,500 tokens/s, 25% right, 1 failed, 0:02",
     ]
 
 
-def test_the_rate_is_that_of_the_last_seconds() -> None:
-    lines: list[str] = []
-    board = EpisodeBoard(2, Console(file=io.StringIO()), lines.append)
-    for second in range(1, 101):
-        num_tokens = min(second, 50) * 1000
-        is_last = second == 100
-        board.update(
-            Progress(num_finished=2 * is_last, num_tokens=num_tokens, elapsed_s=float(second))
-        )
-    assert "0 turns, 0 tokens/s" in lines[-1]
-    assert lines[-1].endswith("1:40")
-
-
-def test_a_rollout_has_a_bar_on_a_terminal() -> None:
-    drawn, lines = show(force_terminal=True)
-    assert not lines
+def test_a_terminal_has_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    drawn = show(force_terminal=True)
+    assert not capsys.readouterr().err
     assert "3/3" in drawn
     assert "5 turns, 2,500 tokens/s, 25% right, 1 failed" in drawn
-    assert "0:00:00" in drawn
-    assert "[bold] a word" in drawn
+
+
+def test_the_width_of_a_terminal_is_limited(tmp_path: os.PathLike[str]) -> None:
+    path = f"{tmp_path}/batch.safetensors"
+    pack([Trajectory("a", [Turn([1], [2], [-0.5])])]).save(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "99999999")
+        assert len(call("inspect", path).stdout) < 100_000

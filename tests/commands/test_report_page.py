@@ -32,6 +32,8 @@ def test_a_page_and_its_numbers_go_beside_the_batch(batch_file: Path) -> None:
     assert numbers["plans"]["shown"]["capacity"] == 8
     assert numbers["ranks"]["num_ranks"] == 2
     assert json.loads(call("inspect", batch_file, "--json").stdout)["tokens"] == numbers["tokens"]
+    assert "batch.html exists; --force replaces it" in refusal("report", batch_file)
+    assert call("report", batch_file, "--force").status == 0
 
 
 def test_a_log_has_a_page(tmp_path: Path) -> None:
@@ -41,15 +43,6 @@ def test_a_log_has_a_page(tmp_path: Path) -> None:
     assert done.status == 0, done.stderr
     numbers = json.loads((tmp_path / "new" / "page.json").read_text())
     assert [row["id"] for row in numbers["trajectories"]["rows"]] == ["a"]
-
-
-def test_wrong_requests_are_refused_in_one_line(batch_file: Path, tmp_path: Path) -> None:
-    assert "--out must be an .html file" in refusal("report", batch_file, "--out", "page.txt")
-    assert "capacity must be 4 or more" in refusal("report", batch_file, "--capacity", 3)
-    assert "No such file" in refusal("report", tmp_path / "none.safetensors")
-    assert "no trajectory is called 'x'" in refusal("inspect", batch_file, "--id", "x")
-    (tmp_path / "empty").mkdir()
-    assert "empty" in refusal("report", tmp_path / "empty")
 
 
 @pytest.mark.parametrize(

@@ -239,8 +239,6 @@ def test_an_error_is_explained_once_and_a_strange_one_not() -> None:
     assert explained(ModuleNotFoundError("no")).args == ("no",)
 
 
-COMMAND = "from trajpack.cli import main; sys.argv[0] = 'trajpack'; main()"
-
 QUICK = [["--help"], ["--version"], ["rollout", "--help"], ["replay", "--help"],
          ["inspect", "--help"]]  # fmt: skip
 REFUSED = [[], ["teach"], ["rollout", "--nope"], ["inspect"], ["rollout", "--turns", "two"]]
@@ -258,31 +256,3 @@ print(*sorted(sys.modules), file=sys.stderr)
     assert {"typer", "trajpack.commands.app"} <= loaded
     assert not {name for name in loaded if name.partition(".")[0] in {"torch", *BROUGHT_BY} - KEPT}
     assert f"trajpack {trajpack.__version__}\n" in done.stdout
-
-
-INTERRUPT = """
-import os, signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits none
-
-class Interrupts:
-    "Sends Ctrl-C in the middle of an import."
-    def find_spec(self, name, path=None, target=None):
-        if name == MODULE:
-            os.kill(os.getpid(), signal.SIGINT)
-
-sys.meta_path.insert(0, Interrupts())
-"""
-
-
-@pytest.mark.parametrize(
-    "module", ["typer", "numpy", "torch", "torch.nn", "trajpack.packing.batch.batch"]
-)
-def test_ctrl_c_in_the_middle_of_any_import_is_one_line(module: str, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    code = f"MODULE = {module!r}\n{INTERRUPT}{COMMAND}"
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code, "inspect", str(tmp_path / "file")],
-        check=False, capture_output=True, text=True,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (130, "")
-    assert done.stderr == "trajpack: interrupted\n"

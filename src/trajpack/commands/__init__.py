@@ -1,4 +1,4 @@
 """The sub-commands of ``trajpack``, one file each.
 
-`app` declares their options, `terminal` and `interruption` serve all of them.
+`app` declares their options, `terminal` serves all of them.
 """

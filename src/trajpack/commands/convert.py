@@ -14,7 +14,7 @@ import torch
 from trajpack.agent.errors import SetupError
 from trajpack.agent.models.causal_model import first_line
 from trajpack.commands.inspect import load_batch
-from trajpack.commands.terminal import make_console, results, say, tell, writing
+from trajpack.commands.terminal import make_console, say, tell, writing
 from trajpack.packing.adapters import areal, prime_rl, slime, torchtitan
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.batch.inspection import summary
@@ -59,9 +59,6 @@ def convert_file(
     missing_reward: float | None,
 ) -> int:
     """Read rollouts, pack them, and write them in another format; return the exit status."""
-    suffixes = [".safetensors"] if target == "trajpack" else [".jsonl", ".pt"]
-    if out.suffix not in suffixes or out.is_dir():
-        raise SetupError(f"--out must be a {' or '.join(suffixes)} file, got {out}")
     if source == "trajpack":
         batch = load_batch(file)
     else:
@@ -88,15 +85,14 @@ def convert_file(
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         _write(out, target, written)
-    with results():
-        console = make_console()
-        rows = [
-            ("trajectories", f"{len(batch.ids):,}"),
-            ("sequences", f"{len(batch):,}"),
-            ("tokens", f"{batch.num_tokens:,}, {batch.num_generated:,} of them generated"),
-        ]
-        console.print(summary(rows, f"{source} to {target}", console.width))
-        tell(console, f"written    {out}")
+    console = make_console()
+    rows = [
+        ("trajectories", f"{len(batch.ids):,}"),
+        ("sequences", f"{len(batch):,}"),
+        ("tokens", f"{batch.num_tokens:,}, {batch.num_generated:,} of them generated"),
+    ]
+    console.print(summary(rows, f"{source} to {target}", console.width))
+    tell(console, f"written    {out}")
     return 0
 
 
@@ -114,6 +110,8 @@ def _place(source: str, fields: str = "...") -> str:
 
 def _read(file: Path) -> Any:
     """Return the content of a JSONL file, a list, or of a file of `torch.save`."""
+    if file.is_char_device():
+        raise SetupError(f"cannot read {file}: a device has no end")
     try:
         if file.suffix == ".pt":
             return torch.load(file, map_location="cpu", weights_only=True)
@@ -125,8 +123,6 @@ def _read(file: Path) -> Any:
                         rows.append(json.loads(line))
                     except ValueError as error:
                         raise SetupError(f"{file}, line {number}: no JSON: {error}") from error
-    except OSError as error:
-        raise SetupError(f"cannot read {file}: {error.strerror or first_line(error)}") from error
     except (EOFError, RuntimeError, UnicodeDecodeError, pickle.UnpicklingError) as error:
         raise SetupError(f"cannot read {file}: {first_line(error)}") from error
     else:

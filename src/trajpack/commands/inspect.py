@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -12,7 +11,7 @@ from trajpack.agent.errors import SetupError
 from trajpack.agent.models.causal_model import first_line, load_tokenizer
 from trajpack.agent.models.hub import model_folder
 from trajpack.agent.rollout.places import tokenizer_folder
-from trajpack.commands.terminal import make_console, results, say, tell
+from trajpack.commands.terminal import make_console, say, tell
 from trajpack.packing.batch import inspection
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.report.page import numbers_of
@@ -49,26 +48,24 @@ def inspect_file(
     decode = None
     if shown or num_breaks:
         decode = decoder_of(batch, tokenizer_folder(file), tokenizer)
-    with results():
-        console = make_console(width=width)
-        console.print(inspection.summary(rows, file.name, console.width))
-        if tree is not None and num_breaks:
-            broken = break_rows(tree, batch.ids, decode, full=full)
-            console.print(inspection.summary(broken, "prefix breaks", console.width))
-        if shown:
-            console.print(inspection.legend(decoded=decode is not None))
-        for sequence in shown:
-            console.print(inspection.sequence_panel(batch, sequence, decode, full=full))
-        if len(shown) < len(found):
-            hidden = inspection.counted(len(found) - len(shown), "more sequence")
-            tell(console, f"{hidden}; --sequences {len(found)} shows all", "dim")
+    console = make_console(width=width)
+    console.print(inspection.summary(rows, file.name, console.width))
+    if tree is not None and num_breaks:
+        broken = break_rows(tree, batch.ids, decode, full=full)
+        console.print(inspection.summary(broken, "prefix breaks", console.width))
+    if shown:
+        console.print(inspection.legend(decoded=decode is not None))
+    for sequence in shown:
+        console.print(inspection.sequence_panel(batch, sequence, decode, full=full))
+    if len(shown) < len(found):
+        hidden = inspection.counted(len(found) - len(shown), "more sequence")
+        tell(console, f"{hidden}; --sequences {len(found)} shows all", "dim")
     return 0
 
 
 def inspect_as_json(file: Path) -> int:
     """Print the numbers of ``trajpack report``; return the exit status."""
-    with results():
-        sys.stdout.write(json.dumps(numbers_of(load_batch(file)), indent=1) + "\n")
+    print(json.dumps(numbers_of(load_batch(file)), indent=1))  # noqa: T201
     return 0
 
 
@@ -76,8 +73,6 @@ def load_batch(file: Path) -> PackedBatch:
     """Read a batch, or raise `SetupError`."""
     try:
         return PackedBatch.load(file)
-    except OSError as error:
-        raise SetupError(f"cannot read {file}: {error.strerror or first_line(error)}") from error
     except ValueError as error:
         raise SetupError(str(error)) from error
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from trajpack.agent.errors import SetupError
 from trajpack.agent.models.causal_model import first_line
 from trajpack.commands.inspect import load_batch
-from trajpack.commands.terminal import make_console, results
+from trajpack.commands.terminal import make_console
 from trajpack.packing.batch.inspection import summary
 from trajpack.packing.plan.plan import Plan, plan_micro_batches
 from trajpack.packing.plan.ranks import plan_ranks
@@ -23,18 +22,13 @@ def plan_file(
     capacity: int,
     ranks: int,
     *,
-    algorithm: str | None,
-    align: int,
-    oversized: str,
+    options: dict[str, Any],
     as_json: bool,
 ) -> int:
     """Plan the micro-batches of a saved batch and show the plan; return the exit status."""
     batch = load_batch(file)
-    options: dict[str, Any] = {"align": align, "oversized": oversized}
-    if algorithm is not None:
-        options["algorithm"] = algorithm
-    if oversized == "truncate_at_turn":
-        options["turn_ends"] = batch.turn_ends()
+    if options["oversized"] == "truncate_at_turn":
+        options = {**options, "turn_ends": batch.turn_ends()}
     plans: tuple[Plan, ...]
     try:
         if ranks == 1:
@@ -45,16 +39,15 @@ def plan_file(
             (plans,), statistics = of_ranks.plans, of_ranks.statistics()
     except ValueError as error:
         raise SetupError(first_line(error)) from error
-    with results():
-        if as_json:
-            shown = {
-                "statistics": dataclasses.asdict(statistics),
-                "ranks": [[sequences.tolist() for sequences in plan] for plan in plans],
-            }
-            sys.stdout.write(json.dumps(shown) + "\n")
-        else:
-            console = make_console()
-            console.print(summary(_rows(statistics, plans, capacity), file.name, console.width))
+    if as_json:
+        shown = {
+            "statistics": dataclasses.asdict(statistics),
+            "ranks": [[sequences.tolist() for sequences in plan] for plan in plans],
+        }
+        print(json.dumps(shown))  # noqa: T201
+    else:
+        console = make_console()
+        console.print(summary(_rows(statistics, plans, capacity), file.name, console.width))
     return 0
 
 

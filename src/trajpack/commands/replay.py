@@ -12,7 +12,7 @@ from trajpack.agent.rollout.log import logged_tokenizer
 from trajpack.agent.rollout.places import tokenizer_folder
 from trajpack.agent.rollout.settings import LayoutName
 from trajpack.commands.rollout import failure_rows, tree_rows
-from trajpack.commands.terminal import make_console, results, tell, writing
+from trajpack.commands.terminal import make_console, tell, writing
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.batch.inspection import describe, summary
 from trajpack.packing.buffer.buffer import TrajectoryBuffer
@@ -30,21 +30,18 @@ def replay_log(folder: Path, out: Path | None, layout: LayoutName, device: str) 
             buffer = TrajectoryBuffer(fields=log.fields, device=device)
             log.fill(buffer)
         batch = buffer.pack("merged" if layout == "tree" else layout) if len(buffer) else None
-    except OSError as error:
-        raise SetupError(f"cannot read {folder}: {error.strerror or first_line(error)}") from error
-    except (AssertionError, RuntimeError, ValueError) as error:  # torch raises all three
+    except (AssertionError, ValueError) as error:  # torch raises both for a device
         raise SetupError(first_line(error)) from error
     if batch is None and out is not None:
         raise SetupError(f"{folder} has no trajectories; no batch was written")
     if batch is not None and out is not None:
         _save(folder, batch, out)
-    with results():
-        console = make_console()
-        rows += [] if batch is None else [*describe(batch), *tree_rows(batch, layout)]
-        console.print(summary(rows, folder.name, console.width))
-        if out is not None:
-            tell(console, f"batch      {out}")
-            tell(console, f"Look at it with: trajpack inspect {out}", "dim")
+    console = make_console()
+    rows += [] if batch is None else [*describe(batch), *tree_rows(batch, layout)]
+    console.print(summary(rows, folder.name, console.width))
+    if out is not None:
+        tell(console, f"batch      {out}")
+        tell(console, f"Look at it with: trajpack inspect {out}", "dim")
     return 0
 
 

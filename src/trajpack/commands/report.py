@@ -9,7 +9,7 @@ from trajpack.agent.models.causal_model import first_line
 from trajpack.agent.rollout.log import logged_tokenizer
 from trajpack.agent.rollout.places import tokenizer_folder
 from trajpack.commands.inspect import decoder_of, load_batch
-from trajpack.commands.terminal import make_console, results, tell, writing
+from trajpack.commands.terminal import make_console, tell, writing
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.batch.inspection import summary
 from trajpack.packing.buffer.buffer import TrajectoryBuffer
@@ -18,13 +18,8 @@ from trajpack.packing.report.page import write_report
 from trajpack.packing.trajectory_log.log import TrajectoryLog
 
 
-def report_source(
-    source: Path, out: Path | None, tokenizer: str | None, options: ReportOptions
-) -> int:
+def report_source(source: Path, out: Path, tokenizer: str | None, options: ReportOptions) -> int:
     """Write the page of a batch's file or of a log's folder; return the exit status."""
-    out = source.with_suffix(".html") if out is None else out
-    if out.suffix != ".html" or out.is_dir():
-        raise SetupError(f"--out must be an .html file, got {out}")
     is_log = source.is_dir()
     batch = _pack_log(source) if is_log else load_batch(source)
     beside = logged_tokenizer(source) if is_log else tokenizer_folder(source)
@@ -35,11 +30,10 @@ def report_source(
             figures = write_report(batch, out, **vars(options), decode=decode, title=source.name)
         except ValueError as error:
             raise SetupError(first_line(error)) from error
-    with results():
-        console = make_console()
-        console.print(summary(figures["saved"], source.name, console.width))
-        tell(console, f"page       {out}")
-        tell(console, f"numbers    {out.with_suffix('.json')}")
+    console = make_console()
+    console.print(summary(figures["saved"], source.name, console.width))
+    tell(console, f"page       {out}")
+    tell(console, f"numbers    {out.with_suffix('.json')}")
     return 0
 
 
@@ -48,8 +42,6 @@ def _pack_log(folder: Path) -> PackedBatch:
         with TrajectoryLog.open(folder, mode="read") as log:
             buffer = TrajectoryBuffer(fields=log.fields)
             log.fill(buffer)
-    except OSError as error:
-        raise SetupError(f"cannot read {folder}: {error.strerror or first_line(error)}") from error
-    except (RuntimeError, ValueError) as error:
+    except ValueError as error:
         raise SetupError(first_line(error)) from error
     return buffer.pack()

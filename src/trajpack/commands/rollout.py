@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from trajpack.agent.errors import SetupError
@@ -21,16 +24,8 @@ from trajpack.agent.rollout.rollout import Rollout, RolloutOutcome, prepare_roll
 from trajpack.agent.rollout.settings import LayoutName, RolloutSettings
 from trajpack.agent.runner import watchdog
 from trajpack.agent.runner.runner import EpisodeResult, Progress
-from trajpack.commands.interruption import Interruption
 from trajpack.commands.progress import EpisodeBoard
-from trajpack.commands.terminal import (
-    make_console,
-    results,
-    say,
-    silence_transformers,
-    tell,
-    writing,
-)
+from trajpack.commands.terminal import make_console, say, silence_transformers, tell, writing
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.batch.inspection import counted, describe, summary
 from trajpack.packing.buffer.buffer import TrajectoryBuffer
@@ -41,15 +36,14 @@ if TYPE_CHECKING:
     from trajpack.agent.observability.metrics import RolloutMetrics
 
 _NOTHING = "no batch was written"
-_SAVING = "saving what has finished; Ctrl-C again to give it up"
 
 
 def roll_out(settings: RolloutSettings, layout: LayoutName, out: Path) -> int:
     """Roll out, pack, save and report; return the exit status.
 
-    The first Ctrl-C or SIGTERM stops the episodes, or, once they have ended, waits for the batch
-    to be saved. The second one ends the command at once. A SetupError names the batch if it was
-    written.
+    The first Ctrl-C or SIGTERM stops the episodes, and what has finished is packed and saved. A
+    second one, and one outside the episodes, ends the command at once. A SetupError names the
+    batch if it was written.
     """
 
     def stamp() -> tuple[int, int] | None:
@@ -60,23 +54,38 @@ def roll_out(settings: RolloutSettings, layout: LayoutName, out: Path) -> int:
             return None
 
     before = stamp()
-    with Interruption() as interruption:
-        try:
-            _roll_out(settings, layout, out, interruption)
-        except KeyboardInterrupt:
-            kept = "" if settings.log is None else f"; {settings.log} has what has finished"
-            say(f"interrupted: {_NOTHING if stamp() == before else f'the batch is in {out}'}{kept}")
-            interruption.status = interruption.status or 130
-        except SetupError as error:
-            if stamp() == before:
-                raise
-            raise SetupError(f"{error}; the batch is in {out}") from error
-    return interruption.status or 0
+    try:
+        with _sigterm_as_interrupt():
+            return _roll_out(settings, layout, out)
+    except KeyboardInterrupt:
+        kept = "" if settings.log is None else f"; {settings.log} has what has finished"
+        say(f"interrupted: {_NOTHING if stamp() == before else f'the batch is in {out}'}{kept}")
+        return 130
+    except SetupError as error:
+        if stamp() == before:
+            raise
+        raise SetupError(f"{error}; the batch is in {out}") from error
 
 
-def _roll_out(
-    settings: RolloutSettings, layout: LayoutName, out: Path, interruption: Interruption
-) -> None:
+@contextlib.contextmanager
+def _sigterm_as_interrupt() -> Iterator[None]:
+    """Handle SIGTERM as Ctrl-C is handled at that moment."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        handler = signal.getsignal(signal.SIGINT)
+        (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, frame)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _roll_out(settings: RolloutSettings, layout: LayoutName, out: Path) -> int:
     silence_transformers()
     if settings.model is not None:
         settings = replace(
@@ -94,17 +103,13 @@ def _roll_out(
         if settings.log is not None:
             log = stack.enter_context(RolloutLog(settings.log, prepared))
         observers = stack.enter_context(_metrics(settings))
-        board, episodes = _run_episodes(prepared, log, observers, interruption=interruption)
+        board, episodes, status = _run_episodes(prepared, log, observers)
         outcome = prepared.outcome(episodes)
-        failures, ended = outcome.failures, ""
-        if outcome.engine_failure is not None:
-            num_failed = f"{failures.total():,} of {prepared.num_episodes:,} episodes failed"
-            num_left = f"{board.total - board.progress.num_started:,} were never started"
-            ended = f"{outcome.engine_failure}: {num_failed} and {num_left}"
+        ended = _engine_end(prepared, outcome, board)
         if not outcome.trajectories:
-            if interruption.status is not None:
+            if status:
                 raise KeyboardInterrupt
-            [(reason, _)] = failures.most_common(1)
+            [(reason, _)] = outcome.failures.most_common(1)
             common = f"all {len(outcome.results)} episodes failed, most of them so: {reason}"
             raise SetupError(f"{ended or common}; {_NOTHING}")
         buffer = TrajectoryBuffer(device=settings.device)
@@ -121,24 +126,33 @@ def _roll_out(
         _show(settings, out, rows, title)
         if ended:
             raise SetupError(ended)
+    return status
+
+
+def _engine_end(prepared: Rollout, outcome: RolloutOutcome, board: EpisodeBoard) -> str:
+    """Return what an engine left undone that ended before the episodes; else an empty text."""
+    if outcome.engine_failure is None:
+        return ""
+    num_failed = f"{outcome.failures.total():,} of {prepared.num_episodes:,} episodes failed"
+    num_left = f"{board.total - board.progress.num_started:,} were never started"
+    return f"{outcome.engine_failure}: {num_failed} and {num_left}"
 
 
 def _run_episodes(
-    prepared: Rollout,
-    log: RolloutLog | None,
-    observers: tuple[RolloutMetrics, ...],
-    *,
-    interruption: Interruption,
-) -> tuple[EpisodeBoard, list[EpisodeResult]]:
-    """Run the episodes that the log does not have; return the board and all results."""
-    interruption.check()
+    prepared: Rollout, log: RolloutLog | None, observers: tuple[RolloutMetrics, ...]
+) -> tuple[EpisodeBoard, list[EpisodeResult], int]:
+    """Run the episodes that the log does not have; return the board, all results and the status.
+
+    The status is 130 if a signal stopped the episodes.
+    """
     episodes: list[EpisodeResult] = []
     finished = frozenset[str]() if log is None else log.finished
     num_left = prepared.num_episodes - len(finished)
     if log is not None and finished:
         there = f"{len(finished):,} of {prepared.num_episodes:,} episodes"
         say(f"{log.folder} has {there}: going on from there")
-    board = EpisodeBoard(num_left, make_console(stderr=True), say)
+        episodes += log.earlier(prepared.prompts, prepared.settings.group_size)
+    board, status = EpisodeBoard(num_left, make_console(stderr=True)), 0
 
     async def gather() -> None:
         running = prepared.episodes(board.update, observers=observers, finished=finished)
@@ -147,17 +161,15 @@ def _run_episodes(
                 episodes.append(result)
                 if log is not None:
                     log.record(result)
-            interruption.save(_SAVING)  # the engine still has to end
 
-    def on_stop() -> None:
-        board.say("stopping; Ctrl-C again to give up what has finished")
-
-    with _summarised_warnings(board.say), board:
-        if num_left:
-            asyncio.run(interruption.run(gather(), on_stop=on_stop, saving=_SAVING))
-    if log is None:
-        return board, episodes
-    return board, [*log.earlier(prepared.prompts, prepared.settings.group_size), *episodes]
+    try:
+        with _summarised_warnings(), board:
+            if num_left:
+                asyncio.run(gather())  # the first Ctrl-C cancels it, and it ends in order
+    except KeyboardInterrupt:
+        status = 130
+        say("stopped; saving what has finished; Ctrl-C again to give it up")
+    return board, episodes, status
 
 
 @contextlib.contextmanager
@@ -192,42 +204,39 @@ def _metrics(settings: RolloutSettings) -> Iterator[tuple[RolloutMetrics, ...]]:
 
 
 def _show(settings: RolloutSettings, out: Path, rows: list[tuple[str, str]], title: str) -> None:
-    with results():
-        console = make_console()
-        console.print(summary(rows, title, console.width))
-        if settings.model is None:
-            tell(console, "The tiny model has random weights: a right answer is luck.", "dim")
-        tell(console, f"batch      {out}")
-        tell(console, f"tokenizer  {tokenizer_folder(out)}")
-        tell(console, f"answers    {settings.answers}")
-        if settings.log is not None:
-            tell(console, f"log        {settings.log}")
-        tell(console, f"Look at it with: trajpack inspect {out}", "dim")
+    console = make_console()
+    console.print(summary(rows, title, console.width))
+    if settings.model is None:
+        tell(console, "The tiny model has random weights: a right answer is luck.", "dim")
+    tell(console, f"batch      {out}")
+    tell(console, f"tokenizer  {tokenizer_folder(out)}")
+    tell(console, f"answers    {settings.answers}")
+    if settings.log is not None:
+        tell(console, f"log        {settings.log}")
+    tell(console, f"Look at it with: trajpack inspect {out}", "dim")
 
 
 class _Warnings(logging.Handler):
     """Counts warnings by kind and keeps the first of each; prints those of the watchdog at once."""
 
-    def __init__(self, say_now: Callable[[str], None]) -> None:
-        super().__init__()
-        self.say_now = say_now
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
         self.firsts: dict[str, str] = {}
-        self.counts: dict[str, int] = {}
+        self.counts = Counter[str]()
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.name == watchdog.__name__:
-            self.say_now(record.getMessage())
-            return
-        self.firsts.setdefault(record.msg, record.getMessage())
-        self.counts[record.msg] = self.counts.get(record.msg, 0) + 1
+            say(record.getMessage())
+        elif record.levelno == logging.WARNING:  # errors come with the episodes
+            self.firsts.setdefault(record.msg, record.getMessage())
+            self.counts[record.msg] += 1
 
 
 @contextlib.contextmanager
-def _summarised_warnings(say_now: Callable[[str], None]) -> Iterator[None]:
-    """Print one line for each kind of warning at the end; errors come with the episodes."""
+def _summarised_warnings() -> Iterator[None]:
+    """Print one line for each kind of warning at the end."""
     logger = logging.getLogger("trajpack.agent")
-    warnings, was_propagating = _Warnings(say_now), logger.propagate
-    warnings.addFilter(lambda record: record.levelno == logging.WARNING)
+    warnings, was_propagating = _Warnings(), logger.propagate
     logger.addHandler(warnings)
     logger.propagate = False
     try:

@@ -230,7 +230,7 @@ class Engine(Protocol):
     """Turns token ids into sampled completions, for many episodes at once.
 
     An engine may also have a method ``check_serving()`` that raises if it has not been entered or
-    was left; a run calls it when it begins. Without it, a watchdog warns of an engine that does
+    was left; a run calls it when it begins. Without it, a warning tells of an engine that does
     not reply. A runner calls the coroutine of a `QueuedEngine` and leaves its queues alone.
     """
 

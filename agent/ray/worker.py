@@ -18,9 +18,7 @@ from trajpack.agent import errors
 from trajpack.agent.errors import EngineEndedError, EpisodeError, has_engine_ended, reason_of
 from trajpack.agent.protocols import Agent, Engine, Environment, Prompt
 from trajpack.agent.runner.attempt import RunnerContext, attempt_episode, check_serving
-from trajpack.agent.runner.watchdog import Patience
 from trajpack.packing.buffer.trajectory_arrays import TrajectoryArrays, as_array
-from trajpack.packing.text import one_line
 
 MakeWorker: TypeAlias = Callable[
     [int], AbstractAsyncContextManager[tuple[Engine, Agent, Environment]]
@@ -84,7 +82,7 @@ class WorkerOptions:
         num_threads: Torch threads of a worker; more threads than cores slow all workers down.
         start_timeout_s: Seconds to start or to load new weights, after which a worker counts as
             lost.
-        heartbeat_s: Seconds between two pings of a worker, which also collect its warnings.
+        heartbeat_s: Seconds between two pings of a worker.
         hang_timeout_s: Seconds without a reply to a ping, after which a worker counts as lost.
         max_redos: Times that an episode restarts because its worker was lost, before it fails.
         max_restarts: Consecutive restarts of a worker without a finished episode, before it is
@@ -143,7 +141,6 @@ class RolloutWorker:
         self._context: RunnerContext | None = None
         self._life: asyncio.Task[None] | None = None
         self._stopped: asyncio.Event | None = None
-        self._warnings: list[str] = []
 
     async def start(self, weights: Weights | None) -> WorkerStatus:
         """Enter the worker's context and load the current weights."""
@@ -163,7 +160,7 @@ class RolloutWorker:
         assert self._stopped is not None
         async with self._make_worker(self._number) as (engine, agent, environment):
             check_serving(engine)
-            self._context = RunnerContext(engine, agent, environment, warn=self._warn)
+            self._context = RunnerContext(engine, agent, environment)
             started.set_result(None)
             await self._stopped.wait()
 
@@ -175,7 +172,7 @@ class RolloutWorker:
         async with AsyncExitStack() as stack:
             if self._options.drain:
                 await stack.enter_async_context(context.gate.paused(drain=True))
-            # The watchdog ignores an engine that loads weights.
+            # time limits stand still while an engine loads weights
             stack.enter_context(context.gate.standstill())
             state_dict = weights.state_dict()
             await self._options.load_weights(context.engine, state_dict, weights.version)
@@ -184,25 +181,14 @@ class RolloutWorker:
             raise RuntimeError(f"the engine has version {version} after loading {weights.version}")
         return version
 
-    async def ping(self) -> tuple[int, list[str]]:
-        """Return the policy version and new warnings; a reply proves that the event loop runs."""
-        found, self._warnings = self._warnings, []
-        return self._required().engine.version, found
+    async def ping(self) -> int:
+        """Return the policy version; a reply proves that the event loop runs."""
+        version: int = self._required().engine.version
+        return version
 
-    def _warn(self, text: str) -> None:
-        _logger.warning("%s", one_line(text, 2000))
-        self._warnings.append(text)
-
-    async def roll_out(
-        self, prompt: Prompt, patience: Patience | None = None
-    ) -> TrajectoryArrays | EpisodeError:
-        """Run the episode ``prompt.id`` and return its trajectories, or its error.
-
-        ``patience`` is that of the watchdog in the coordinator's run; None changes nothing.
-        """
+    async def roll_out(self, prompt: Prompt) -> TrajectoryArrays | EpisodeError:
+        """Run the episode ``prompt.id`` and return its trajectories, or its error."""
         context = self._required()
-        if patience is not None:
-            context.watchdog.adopt(patience)
         group = prompt.id.rpartition("@")[0] or prompt.id
         try:
             return TrajectoryArrays.of(await attempt_episode(context, prompt, group))

@@ -19,9 +19,7 @@ from trajpack.agent.ray.worker import (
     WorkerOptions,
     WorkerStatus,
 )
-from trajpack.agent.runner.attempt import RequestQueue
 from trajpack.agent.runner.runner import RolloutRunner
-from trajpack.agent.runner.watchdog import Patience
 from trajpack.packing.buffer.trajectory_arrays import TrajectoryArrays
 from trajpack.packing.optional import require
 from trajpack.packing.text import one_line
@@ -213,13 +211,11 @@ class RolloutWorkers:
         options = {"concurrency": self.concurrency} | options
         return RolloutRunner(self, self.agent, _RemoteEnvironment(), **options)
 
-    async def roll_out(self, prompt: Prompt, patience: Patience | None = None) -> list[Trajectory]:
+    async def roll_out(self, prompt: Prompt) -> list[Trajectory]:
         """Run the episode ``prompt.id`` on a worker, and on another one if that is lost.
 
         Args:
             prompt: Prompt of the episode.
-            patience: Patience of the run's watchdog. A worker's warnings about a silent engine,
-                environment or agent are logged here after its next heartbeat.
 
         Raises:
             EpisodeError: As the worker reports it; a `ServerUnavailableError` if too many
@@ -230,9 +226,7 @@ class RolloutWorkers:
             worker = await self._take_slot(prompt.id)
             self.num_redone += attempt > 0
             try:
-                reply: TrajectoryArrays | EpisodeError = await worker.call(
-                    "roll_out", prompt, patience
-                )
+                reply: TrajectoryArrays | EpisodeError = await worker.call("roll_out", prompt)
             except WorkerLostError as error:
                 lost = str(error)
                 continue
@@ -341,10 +335,7 @@ class RolloutWorkers:
             await asyncio.wait(events, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if worker.lost.done():
                 raise WorkerLostError(worker.lost.result())
-            worker.version, found = await worker.call("ping", timeout_s=options.hang_timeout_s)
-            for text in found:
-                number, pid = worker.number, worker.status.pid
-                _logger.warning("rollout worker %d (pid %d): %s", number, pid, one_line(text, 2000))
+            worker.version = await worker.call("ping", timeout_s=options.hang_timeout_s)
 
     def _count_out(self, keeper: asyncio.Task[None]) -> None:
         """Count a worker that is given up; without any left, refuse episodes."""
@@ -468,7 +459,7 @@ class _RemoteAgent:
     """The agent of a runner whose episodes run on workers."""
 
     is_remote = True
-    """Tells the `Watchdog` that the worker's watchdog warns of a silent agent."""
+    """Tells the `RunnerContext` that no sign comes from the episode before its end."""
 
     def __init__(self, workers: RolloutWorkers) -> None:
         self._workers = workers
@@ -481,8 +472,7 @@ class _RemoteAgent:
         act_queue: asyncio.Queue[Reply],
     ) -> list[Trajectory]:
         """Run the episode on a worker, without the environment and queues of this process."""
-        patience = obs_queue.patience if isinstance(obs_queue, RequestQueue) else None
-        return await self._workers.roll_out(prompt, patience)
+        return await self._workers.roll_out(prompt)
 
 
 class _RemoteEnvironment:

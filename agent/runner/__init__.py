@@ -2,5 +2,5 @@
 
 `runner` has the public class, `run` starts and retries episodes, and `attempt` runs one of them
 once. `policy` has limits and retries, `results` what a run gives, `observers` the hooks of metrics,
-and `watchdog` the warnings of silence.
+and `silence` the warning of a run that stands still.
 """

@@ -32,8 +32,8 @@ from trajpack.agent.protocols import (
 from trajpack.agent.runner.observers import Observers, RolloutObserver
 from trajpack.agent.runner.policy import RolloutPolicy, StalenessGate
 from trajpack.agent.runner.results import Progress
+from trajpack.agent.runner.silence import SilenceTimer
 from trajpack.agent.runner.trajectory_check import check_trajectories
-from trajpack.agent.runner.watchdog import Patience, Watchdog
 from trajpack.packing.text import one_line
 from trajpack.packing.types import Trajectory
 
@@ -41,13 +41,16 @@ if TYPE_CHECKING:
     from anyio import CancelScope
 
 _DEFAULT_POLICY = RolloutPolicy()
+WEIGHTS = "weights newer than those of the last results (RolloutPolicy.staleness)"
+"""What a run waits for that no episode may begin without."""
+_WEIGHTS_FACTOR = 6
+"""How much longer newer weights may take than other things: a training step."""
 
 
 class RunnerContext:
     """Parts and options that all runs and episodes of a runner share.
 
-    Arguments as of `RolloutRunner`; ``warn`` is called with each warning of the watchdog, which
-    are logged by default.
+    Arguments as of `RolloutRunner`.
     """
 
     def __init__(  # noqa: PLR0913 - the first three are its parts, the others are options
@@ -62,7 +65,6 @@ class RunnerContext:
         observers: Sequence[RolloutObserver] = (),
         finished: Collection[str] = (),
         on_progress: Callable[[Progress], None] | None = None,
-        warn: Callable[[str], None] | None = None,
     ) -> None:
         self.engine, self.agent, self.environment = engine, agent, environment
         self.concurrency, self.group_size = concurrency, group_size
@@ -72,14 +74,50 @@ class RunnerContext:
         self.on_progress = on_progress
         self.staleness = None if policy.staleness is None else StalenessGate(policy.staleness)
         self.gate = GenerationGate()
-        self.watchdog = Watchdog(
-            engine,
-            environment,
-            agent,
-            gate=self.gate,
-            patience_s=policy.silence_warning_s,
-            warn=warn,
+        self.silence = SilenceTimer(policy.silence_warning_s, self.waits_for)
+        self.attempts: dict[RequestQueue, None] = {}
+        """Attempts at episodes that are under way, in the order of their beginnings."""
+        self.num_calls = 0
+        """Calls of the environment that have no answer yet."""
+        self.others: list[str] = []
+        """What runs wait for while no episode is under way: prompts, or newer weights."""
+
+    def waits_for(self) -> tuple[str, float]:
+        """Return what keeps the runner waiting, as a `SilenceTimer` asks for it."""
+        if self.gate.is_still:
+            return "", 1
+        awaited = []
+        engine, environment, agent = (
+            type(party).__name__ for party in (self.engine, self.environment, self.agent)
         )
+        if num_open := self.gate.num_in_flight:
+            awaited.append(
+                f"replies of the engine {engine} (requests open: {num_open}; it must be entered by "
+                "async with, and its tasks must run)"
+            )
+        if self.num_calls:
+            awaited.append(f"answers of the environment {environment} (calls: {self.num_calls})")
+        idle = [attempt.qid for attempt in self.attempts if attempt.is_alone]
+        if idle and not getattr(self.agent, "is_remote", False):
+            awaited.append(
+                f"the agent {agent}, whose episode {idle[0]} waits for no reply and no call of the "
+                f"environment (such episodes: {len(idle)})"
+            )
+        if awaited:
+            ends = "RolloutPolicy(episode_timeout_s=...) ends such episodes"
+            return f"{', '.join(awaited)}; {ends}", 1
+        if self.attempts or not self.others:
+            return "", 1
+        return self.others[0], _WEIGHTS_FACTOR if WEIGHTS in self.others else 1
+
+    @contextmanager
+    def awaiting(self, what: str) -> Iterator[None]:
+        """Note what a run waits for while the context lasts."""
+        self.others.append(what)
+        try:
+            yield
+        finally:
+            self.others.remove(what)
 
 
 class GenerationGate:
@@ -198,12 +236,10 @@ class RequestQueue(asyncio.Queue[Observation]):
         super().__init__()
         self.qid = qid
         self.context = context
-        self.replies = _ReplyQueue(self)
+        self.replies: asyncio.Queue[Reply] = asyncio.Queue()
         """Queue from which the agent takes replies."""
         self.environment_errors: list[BaseException] = []
         """Exceptions that the environment raised."""
-        self.sign_at = 0.0
-        """Time of the last sign of life, in seconds of the event loop's clock."""
         self.num_waits = 0
         """Calls of the environment and waits for the end of a pause that are under way."""
         self.num_requests = 0
@@ -217,11 +253,6 @@ class RequestQueue(asyncio.Queue[Observation]):
         """Whether the attempt waits only for its agent: not for engine, environment or gate."""
         return not self._tasks and not self.num_waits
 
-    @property
-    def patience(self) -> Patience:
-        """Patience of the run, for an agent that runs episodes in another process."""
-        return self.context.watchdog.patience
-
     def open(self) -> None:
         """Open the episode in the engine.
 
@@ -230,12 +261,13 @@ class RequestQueue(asyncio.Queue[Observation]):
         """
         engine = self.context.engine
         self._generate = coroutine_of(engine, engine.open_episode(self.qid))
-        self.context.watchdog.begin(self)
+        self.context.silence.sign()
+        self.context.attempts[self] = None
 
     def close(self) -> None:
         """End the attempt, and cancel the requests that have no reply."""
         self._generate = None
-        self.context.watchdog.end(self)
+        self.context.attempts.pop(self, None)
         self.context.gate.land(len(self._tasks))
         for task in self._tasks:
             task.cancel()
@@ -255,7 +287,6 @@ class RequestQueue(asyncio.Queue[Observation]):
                     await self.context.gate.wait_open()
             finally:
                 self.num_waits -= 1
-                self.context.watchdog.sign(self)
 
     async def put(self, item: Observation) -> None:
         """Send a request, once generation is not paused."""
@@ -289,7 +320,7 @@ class RequestQueue(asyncio.Queue[Observation]):
         except TypeError:  # of a generator, or an array without dimensions: the engine refuses it
             size = 0
         self.num_requests += 1
-        self.context.watchdog.requested(self)
+        self.context.silence.sign()
         self.context.observers.tell("generation_started", self.qid, turn, size)
         task = asyncio.get_running_loop().create_task(reply_to(request, self._generate))
         self.context.gate.num_in_flight += 1  # nothing can fail between the task and its count
@@ -303,24 +334,11 @@ class RequestQueue(asyncio.Queue[Observation]):
         reply = task.result()
         self._tasks.discard(task)
         self.context.gate.land()
-        self.context.watchdog.replied(self)
+        self.context.silence.sign()
         if self._count_reply is not None:
             self._count_reply(reply)
         self.context.observers.tell("generation_ended", self.qid, turn, reply)
         self.replies.put_nowait(reply)
-
-
-class _ReplyQueue(asyncio.Queue[Reply]):
-    """Reply queue of an attempt; taking a reply is a sign of life."""
-
-    def __init__(self, requests: RequestQueue) -> None:
-        super().__init__()
-        self._requests = requests
-
-    def _get(self) -> Reply:
-        self._requests.context.watchdog.sign(self._requests)
-        reply: Reply = super()._get()
-        return reply
 
 
 class RecordingEnvironment:
@@ -355,9 +373,10 @@ class RecordingEnvironment:
 
     @contextmanager
     def _calling(self) -> Iterator[None]:
-        attempt, watchdog = self._attempt, self._attempt.context.watchdog
+        attempt, context = self._attempt, self._attempt.context
         attempt.num_waits += 1
-        watchdog.called(attempt)
+        context.num_calls += 1
+        context.silence.sign()
         try:
             yield
         except BaseException as raised:
@@ -365,7 +384,8 @@ class RecordingEnvironment:
             raise
         finally:
             attempt.num_waits -= 1
-            watchdog.answered(attempt)
+            context.num_calls -= 1
+            context.silence.sign()
 
 
 def check_serving(engine: Engine) -> None:

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 from trajpack.agent.errors import CAUSES, StaleEpisodeError
 from trajpack.agent.runner.results import EpisodeResult
-from trajpack.agent.runner.watchdog import PATIENCE_S
+from trajpack.agent.runner.silence import PATIENCE_S
 from trajpack.agent.seeding import derive_seed
 from trajpack.packing.conversion import as_integer, merge_spans
 from trajpack.packing.types import Trajectory
@@ -294,9 +294,8 @@ class RolloutPolicy:
         staleness: Limits on staleness; ``None`` sets none.
         groups: Rules that accept or reject a group.
         seed: Seed of all episodes: each `Prompt.seed` is derived from it and the episode's name.
-        silence_warning_s: Seconds without a reply of the engine, an answer of the environment, a
-            step of an agent or a prompt after which a warning is logged, and again after twice as
-            long; ``None`` logs none. Ray workers follow it too.
+        silence_warning_s: Seconds in which nothing happens in the whole run, after which a warning
+            says what it waits for, and again after twice as long; ``None`` logs none.
 
     Raises:
         TypeError: If ``seed`` is no integer.

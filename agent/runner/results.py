@@ -15,7 +15,7 @@ from trajpack.packing.types import Trajectory, Turn
 
 _logger = logging.getLogger(__name__)
 _EARLY = 100
-"""Failures or rejections in a row, from the first result on, that are logged before the end."""
+"""Episodes after which a run that gave nothing so far says so."""
 
 
 @dataclass(frozen=True)
@@ -152,102 +152,57 @@ class Counters:
 class RunOutcome:
     """Log line of a run that gives nothing to train on.
 
-    Every episode has failed, none has brought a generated token, every group was rejected, or all
-    trajectories of more than one sample earned the same. The line comes at the end; each of the
-    first three comes after the first hundred instead, since a run may have no end.
+    Every episode has failed, none has brought a generated token, or every group was rejected. The
+    line comes after the first hundred episodes, since a run may have no end, or at the end.
     """
 
     def __init__(self) -> None:
-        self._num_episodes = self._num_groups = self._num_trajectories = 0
-        self._has_tokens = False
+        self._num_episodes = self._num_accepted = self._num_tokens = 0
         self._causes: Counter[str] = Counter()
         self._rejections: Counter[str] = Counter()
         self._first_error: Exception | None = None
-        self._rewards: set[float] = set()
-        self._logged: set[str] = set()
+        self._is_logged = False
 
     def count(self, group: GroupResult) -> None:
         """Count a group and its episodes."""
-        self._num_groups += 1
-        if group.rejected is not None:
+        if group.rejected is None:
+            self._num_accepted += 1
+        else:
             self._rejections[group.rejected] += 1
         for result in group.results:
             self._num_episodes += 1
             if result.error is not None:
                 self._causes[result.error.cause] += 1
                 self._first_error = self._first_error or result.error
-            for trajectory in result.trajectories:
-                self._num_trajectories += 1
-                if len(self._rewards) < 2:
-                    self._rewards.add(sum(turn.reward for turn in trajectory.turns))
-                if not self._has_tokens:
-                    self._has_tokens = any(len(turn.completion_ids) for turn in trajectory.turns)
-            if self._num_episodes == _EARLY:
-                self._log_episodes("the first")
-        if self._num_groups == _EARLY:
-            self._log_rejections("the first")
+            self._num_tokens += sum(len(turn.completion_ids) for turn in result.turns)
+        if self._num_episodes >= _EARLY:
+            self.log()
 
-    def log(self, *, had_prompts: bool, group_size: int) -> None:
-        """Log a line if the run gave nothing to train on, unless the same was logged early."""
-        if not had_prompts:
-            _logger.warning("the run was given no prompts: is their iterator used up?")
-        elif self._log_episodes("all") or self._log_rejections("all"):
+    def log(self) -> None:
+        """Log a line, once, if the run gave nothing to train on."""
+        if self._is_logged or not self._num_episodes:
             return
-        elif group_size > 1 and self._num_trajectories > 1 and len(self._rewards) == 1:
-            _logger.warning(
-                "all %d trajectories earned the same reward, %g: estimators that compare the "
-                "trajectories of a group give them no advantage; see the environment's answers, or "
-                "take easier or harder questions",
-                self._num_trajectories,
-                *self._rewards,
-            )
-
-    def _log_episodes(self, which: str) -> bool:
-        """Log a line, once, if all episodes failed or none brought a token; return if so."""
-        if not self._num_episodes:
-            return False
+        self._is_logged = True
         if self._causes.total() == self._num_episodes:
-            if self._is_new("failures"):
-                _logger.error(
-                    "%s %d episodes failed, by cause: %s; the first: %s; see result.error of each, "
-                    "and its __cause__",
-                    one_line(which),
-                    self._num_episodes,
-                    one_line(_counted(self._causes)),
-                    one_line(self._first_error),
-                )
-            return True
-        if not self._has_tokens and self._is_new("emptiness"):
+            _logger.error(
+                "all %d episodes so far failed, by cause: %s; the first: %s; see result.error of "
+                "each, and its __cause__",
+                self._num_episodes,
+                one_line(_counted(self._causes)),
+                one_line(self._first_error),
+            )
+        elif not self._num_tokens:
             _logger.warning(
-                "%s %d episodes brought no generated token to train on (failed: %d; trajectories: "
-                "%d); an agent returns trajectories whose turns hold the replies' output_ids as "
-                "completion_ids",
-                one_line(which),
+                "%d episodes so far brought no generated token to train on (failed: %d); an agent "
+                "returns trajectories whose turns hold the replies' output_ids as completion_ids",
                 self._num_episodes,
                 self._causes.total(),
-                self._num_trajectories,
             )
-        return not self._has_tokens
-
-    def _log_rejections(self, which: str) -> bool:
-        """Log a line, once, if all groups were rejected; return whether they were."""
-        if not self._num_groups or self._rejections.total() < self._num_groups:
-            return False
-        # Where all groups failed, the line of failed episodes says so.
-        if self._rejections.keys() != {"failed"} and self._is_new("rejections"):
+        elif not self._num_accepted:
             _logger.warning(
-                "%s %d groups were rejected: %s; see group.rejected of each, and GroupPolicy",
-                one_line(which),
-                self._num_groups,
+                "all groups so far were rejected: %s; see group.rejected of each, and GroupPolicy",
                 one_line(_counted(self._rejections)),
             )
-        return True
-
-    def _is_new(self, kind: str) -> bool:
-        """Return whether this kind of line was not logged before, and note that it is."""
-        is_new = kind not in self._logged
-        self._logged.add(kind)
-        return is_new
 
 
 def _counted(counts: Counter[str]) -> str:

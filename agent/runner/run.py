@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from trajpack.agent.blocking_work import cancel_and_wait
 from trajpack.agent.errors import EpisodeCancelledError, EpisodeError, has_engine_ended
 from trajpack.agent.protocols import Prompt, Reply
-from trajpack.agent.runner.attempt import RunnerContext, attempt_episode
+from trajpack.agent.runner.attempt import WEIGHTS, RunnerContext, attempt_episode
 from trajpack.agent.runner.policy import GroupPolicy, staleness_error
 from trajpack.agent.runner.results import Counters, EpisodeResult, GroupResult, RunOutcome
 from trajpack.agent.seeding import derive_seed
@@ -187,8 +187,7 @@ class Run:
             if self._context.staleness is not None:
                 self._context.staleness.give_back(self._num_groups)
         if not self._is_cancelling:
-            had_prompts = self._counters.counts["num_prompts"] > 0 or self._is_stopping
-            self._outcome.log(had_prompts=had_prompts, group_size=self._context.group_size)
+            self._outcome.log()
 
     def _refuse_stale(self, group: OpenGroup) -> None:
         """Retry the episodes of a group whose results are stale now, or make them failures."""
@@ -244,7 +243,7 @@ class Run:
         while True:
             await self._wait_for_turn(begins_group=True)
             try:
-                with self._context.watchdog.wanting_prompt():
+                with self._context.awaiting("the next item of the iterator of prompts"):
                     prompt = await anext(prompts)
             except StopAsyncIteration:
                 return
@@ -308,14 +307,10 @@ class Run:
             from anyio import move_on_after
 
             with context.observers.waiting("staleness"):
-                try:
-                    while gate.capacity(version := context.engine.version) < 1:
-                        self._changed.clear()
-                        context.watchdog.want_weights(None if self._num_groups else version)
-                        with move_on_after(_VERSION_INTERVAL_S):
-                            await self._changed.wait()
-                finally:
-                    context.watchdog.want_weights(None)
+                while gate.capacity(context.engine.version) < 1:
+                    self._changed.clear()
+                    with context.awaiting(WEIGHTS), move_on_after(_VERSION_INTERVAL_S):
+                        await self._changed.wait()
         with context.observers.waiting("slot"):
             async with self._slots:
                 pass

@@ -157,11 +157,13 @@ class RolloutRunner:
     @contextmanager
     def _running(self, prompts: Prompts, *, by_group: bool) -> Iterator[Run]:
         check_serving(self._context.engine)
-        if not self._runs:
-            self._context.watchdog.reset()
         run = Run(self._context, prompts, by_group=by_group)
+        if not self._runs:
+            self._context.silence.start()
         self._runs.add(run)
         try:
             yield run
         finally:
             self._runs.discard(run)
+            if not self._runs:
+                self._context.silence.stop()

@@ -411,7 +411,7 @@ def test_a_silent_engine_is_reported_at_once(
     answer, said = TransformersEngine._take, io.StringIO()
 
     async def late(engine: TransformersEngine, *observation: Any) -> None:
-        while "has not replied" not in said.getvalue():  # noqa: ASYNC110 - it has no event
+        while "nothing has happened" not in said.getvalue():  # noqa: ASYNC110 - it has no event
             await asyncio.sleep(0.01)
         answer(engine, *observation)
 
@@ -425,7 +425,10 @@ def test_a_silent_engine_is_reported_at_once(
     out = tmp_path / "batch.safetensors"
     with redirect_stdout(io.StringIO()), redirect_stderr(said):
         assert run(["rollout", *map(str, SMALL), "--out", str(out)]) == 0
-    assert "trajpack: engine TransformersEngine has not replied for 0 s" in said.getvalue()
+    assert (
+        "trajpack: nothing has happened for 0 s: waiting for replies of the engine T"
+        in said.getvalue()
+    )
 
 
 def test_values_are_shown_on_a_narrow_terminal(

@@ -22,7 +22,7 @@ from trajpack.agent.rollout.log import RolloutLog
 from trajpack.agent.rollout.places import tokenizer_folder, writable
 from trajpack.agent.rollout.rollout import Rollout, RolloutOutcome, prepare_rollout
 from trajpack.agent.rollout.settings import LayoutName, RolloutSettings
-from trajpack.agent.runner import watchdog
+from trajpack.agent.runner import silence
 from trajpack.agent.runner.runner import EpisodeResult, Progress
 from trajpack.commands.progress import EpisodeBoard
 from trajpack.commands.terminal import make_console, say, silence_transformers, tell, writing
@@ -217,7 +217,7 @@ def _show(settings: RolloutSettings, out: Path, rows: list[tuple[str, str]], tit
 
 
 class _Warnings(logging.Handler):
-    """Counts warnings by kind and keeps the first of each; prints those of the watchdog at once."""
+    """Counts warnings by kind and keeps the first of each; prints those of silence at once."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -225,7 +225,7 @@ class _Warnings(logging.Handler):
         self.counts = Counter[str]()
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.name == watchdog.__name__:
+        if record.name == silence.__name__:
             say(record.getMessage())
         elif record.levelno == logging.WARNING:  # errors come with the episodes
             self.firsts.setdefault(record.msg, record.getMessage())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import signal
 from collections import Counter
@@ -18,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.agent.chaos.chaos_cases import run_skipping
 from tests.agent.ray.ray_cases import (
     MakeScripted,
     NotingAgent,
@@ -30,16 +28,13 @@ from trajpack.agent.errors import has_engine_ended
 from trajpack.agent.protocols import Prompt
 from trajpack.agent.ray import (
     RolloutWorkers,
-    TrajectoryArrays,
     Weights,
     WorkerLostError,
     WorkerOptions,
 )
 from trajpack.agent.ray.worker import RolloutWorker
 from trajpack.agent.ray.workers import describe_exception, is_loss
-from trajpack.agent.runner.policy import RolloutPolicy
 from trajpack.agent.runner.runner import EpisodeResult
-from trajpack.agent.runner.watchdog import Patience
 from trajpack.agent.servers.vllm import VLLMEngine
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs ray")
@@ -331,68 +326,3 @@ def test_an_engine_that_a_worker_has_not_entered_is_an_error_at_its_start(tmp_pa
 
     with pytest.raises(RuntimeError, match="this VLLMEngine has not been entered: use it within"):
         asyncio.run(body())
-
-
-@pytest.mark.parametrize(
-    ("patiences", "expected"),
-    [
-        ([None], [10, 20]),
-        ([Patience(4.0, run=7)], [4, 8, 16]),
-        ([Patience(25.0, run=7)], [25]),
-        ([Patience(math.inf, run=7)], []),
-        ([Patience(4.0, run=7)] * 2, [4, 8, 16]),
-        ([Patience(4.0, run=7), Patience(4.0, run=8)], [4, 8, 16] * 2),
-    ],
-)
-def test_a_worker_warns_of_an_engine_that_does_not_reply(
-    patiences: list[Patience | None],
-    expected: list[int],
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async def body() -> None:
-        worker = _worker(_Idle(knows=False), tmp_path / "notes")
-        worker._stopped = asyncio.Event()
-        started = asyncio.get_running_loop().create_future()
-        worker._life = asyncio.create_task(worker._live(started))
-        await started
-        for patience in patiences:
-            reply = await worker.roll_out(prompts(1)[0], patience)
-            assert isinstance(reply, TrajectoryArrays)
-        assert (await worker.ping())[1] == [record.getMessage() for record in caplog.records]
-        assert (await worker.ping())[1] == []
-        await worker.stop()
-
-    run_skipping(body())
-    assert [record.getMessage().split(" (")[0] for record in caplog.records] == [
-        f"engine _Idle has not replied for {seconds} s" for seconds in expected
-    ]
-
-
-def test_the_silence_of_a_worker_is_told_here_in_each_run(
-    loop: asyncio.Runner, workers: RolloutWorkers, caplog: pytest.LogCaptureFixture
-) -> None:
-    start = "agent NotingAgent has done nothing for "
-
-    def told() -> list[str]:
-        return [line for r in caplog.records if start in (line := r.getMessage())]
-
-    async def body() -> None:
-        pids = await all_serving(workers)
-        policy = RolloutPolicy(silence_warning_s=0.5)
-        rolling = workers.runner(policy=policy)
-        for run in range(2):
-            caplog.clear()
-            async with aclosing(rolling.run([Prompt(f"endless-run{run}", [1])])) as results:
-                waiting = asyncio.ensure_future(anext(results))
-                async with asyncio.timeout(900):
-                    while not told():  # noqa: ASYNC110 - nothing else tells of it
-                        await asyncio.sleep(0.05)
-                waiting.cancel()
-                await asyncio.wait({waiting})
-            number, pid = told()[0].removeprefix("rollout worker ").split(":")[0].split(" (pid ")
-            assert number in {"0", "1"}
-            assert int(pid.removesuffix(")")) in pids
-            assert f" s in episode endless-run{run}@0, which waits for no " in told()[0]
-
-    loop.run(body())

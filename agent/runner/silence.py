@@ -1,0 +1,77 @@
+"""`SilenceTimer`: a warning when nothing happens in a runner for long."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable
+
+from trajpack.packing.text import one_line
+
+_logger = logging.getLogger(__name__)
+PATIENCE_S = 10.0
+"""Seconds without a sign before the first warning, unless a policy says otherwise."""
+_EARLY_S = 0.001
+"""Tolerance for rounding: a look that is early would be planned again at once."""
+_LONGEST_S = 1e5
+"""Seconds until the next look at most."""
+_LATE_S = 1.0
+"""Delay of a look, in seconds, that shows that the event loop stood still."""
+
+
+class SilenceTimer:
+    """Warns when no sign has come for ``patience_s``, then after twice as long, and so on.
+
+    A sign is whatever happens: a request, a reply, a call of the environment, its answer, an
+    episode's begin or end. A warning ends nothing, since a slow answer is no error.
+
+    Args:
+        patience_s: Seconds before the first warning; None never warns.
+        waits_for: Returns what the runner waits for, an empty text if the silence is in order; and
+            by how much longer than usual that may take.
+    """
+
+    def __init__(
+        self, patience_s: float | None, waits_for: Callable[[], tuple[str, float]]
+    ) -> None:
+        self._patience_s = math.inf if patience_s is None else patience_s
+        self._waits_for = waits_for
+        self._next_s = self._sign_at = 0.0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Begin to watch, within an event loop."""
+        self._loop = asyncio.get_running_loop()
+        self.sign()
+        self._next_s = self._patience_s
+        self._timer = self._loop.call_later(min(self._next_s, _LONGEST_S), self._look)
+
+    def stop(self) -> None:
+        """Watch no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._loop = self._timer = None
+
+    def sign(self) -> None:
+        """Note that something has happened."""
+        if self._loop is not None:
+            self._sign_at = self._loop.time()
+
+    def _look(self) -> None:
+        assert self._loop is not None
+        assert self._timer is not None
+        now = self._loop.time()
+        what, factor = self._waits_for()
+        if not what or now - self._timer.when() > _LATE_S:
+            self._sign_at = now
+        silent_s = now - self._sign_at
+        if silent_s < self._patience_s - _EARLY_S:
+            self._next_s = self._patience_s
+        elif silent_s >= factor * self._next_s - _EARLY_S:
+            said = one_line(f"nothing has happened for {silent_s:.0f} s: waiting for {what}", 2000)
+            _logger.warning("%s", said)
+            self._next_s *= 2
+        left_s = max(factor * self._next_s - silent_s, _EARLY_S)
+        self._timer = self._loop.call_later(min(left_s, _LONGEST_S), self._look)

@@ -344,7 +344,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
         given = [*self.fields.values(), *self.ragged_values.values()]
         record_storages([*shared, *own.values(), *later.values(), *given], stream)
 
-    def model_inputs(self) -> dict[str, Any]:
+    def model_inputs(self, *, mrope: bool = False) -> dict[str, Any]:
         """Return keyword arguments for a Hugging Face causal model's ``forward``.
 
         The inputs are one row with all sequences. Different layers need different arguments to keep
@@ -364,6 +364,11 @@ class PackedBatch(LabelMethods, LogprobMethods):
         LFM3, GPT-OSS on eager attention, among others. Call
         `trajpack.packing.adapters.huggingface.check_isolation` once, before a model's first batch.
 
+        Args:
+            mrope: Whether ``position_ids`` are int64 ``[4, 1, tokens]``, all rows alike: the
+                positions of text and of mRoPE. Classes for images and text such as
+                ``Qwen2_5_VLForConditionalGeneration`` need it, also without an image.
+
         Returns:
             ``input_ids`` and ``position_ids``, int64 ``[1, tokens]``; ``seq_idx``, int32
             ``[1, tokens]``: `sequence_ids`; ``cu_seq_lens_q`` and ``cu_seq_lens_k``, int32
@@ -378,6 +383,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
             self.sequence_ids,
             places=self.cu_seqlens,
             max_seqlen=self.max_seqlen,
+            mrope=mrope,
         )
 
     def unpack(self) -> list[Trajectory]:

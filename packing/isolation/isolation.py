@@ -147,11 +147,11 @@ class _Trial:
             leak = search.find(partial(self.logits, self.row), partial(self.logits, changed))
             if leak is not None:
                 other = next(i for i, place in enumerate(self.places) if (place & moved).any())
+                mode = "training" if training else "evaluation"
                 raise ValueError(
                     f"{self.name} lets sequences of a packed batch see each other: tokens of "
                     f"sequence {sequence} move logits of sequence {other}, first in {leak}, in "
-                    f"{'training' if training else 'evaluation'} mode. Give it one sequence at a "
-                    "time, or load it with kernels and attention that keep sequences apart"
+                    f"{mode} mode. {self.repair(changed, others)}"
                 )
         if not torch.cat(self.distances).any():
             raise ValueError(
@@ -159,6 +159,23 @@ class _Trial:
                 "nothing about packed sequences"
             )
         return before
+
+    def repair(self, changed: Row, others: torch.Tensor) -> str:
+        """Return what keeps sequences apart: positions of mRoPE, if they do so here."""
+        try:
+            before, after = (
+                self.logits({**row, "position_ids": row["position_ids"].expand(4, 1, -1)})
+                for row in (self.row, changed)
+            )
+        except (KeyError, RuntimeError, TypeError, ValueError):  # not of such a class
+            pass
+        else:
+            if torch.equal(before[others], after[others]):
+                return "Give it four rows of positions: batch.model_inputs(mrope=True)"
+        return (
+            "Give it one sequence at a time, or load it with kernels and attention that keep "
+            "sequences apart"
+        )
 
     def check_alone(self, packed: torch.Tensor) -> None:
         """Raise if a sequence has other logits alone than in the batch."""

@@ -96,11 +96,12 @@ def model_inputs(
     *,
     places: torch.Tensor,
     max_seqlen: int,
+    mrope: bool,
 ) -> dict[str, Any]:
     """Return what `PackedBatch.model_inputs` does; ``places`` are the boundaries in memory."""
     return {
         "input_ids": input_ids[None],
-        "position_ids": position_ids[None],
+        "position_ids": position_ids.expand(4, 1, -1) if mrope else position_ids[None],
         "seq_idx": sequence_ids[None],
         "use_cache": False,
         "cu_seq_lens_q": places,
@@ -238,12 +239,15 @@ class MicroBatch(LabelMethods, LogprobMethods):
         """Return the micro-batch in pinned memory, as a `torch.utils.data.DataLoader` asks for."""
         return moved(self, torch.Tensor.pin_memory)
 
-    def model_inputs(self) -> dict[str, Any]:
+    def model_inputs(self, *, mrope: bool = False) -> dict[str, Any]:
         """Return keyword arguments for a Hugging Face causal model's ``forward``.
 
         As `PackedBatch.model_inputs`, with the same keys. Boundaries and ``seq_idx`` are those in
         memory: padding ends the sequence before it or is a separate sequence, so that no token of
         another sequence sees it.
+
+        Args:
+            mrope: As for `PackedBatch.model_inputs`.
 
         Cost: views; nothing is copied or synchronised.
         """
@@ -253,6 +257,7 @@ class MicroBatch(LabelMethods, LogprobMethods):
             self.sequence_ids,
             places=self.cu_seqlens_padded,
             max_seqlen=self.max_seqlen,
+            mrope=mrope,
         )
 
     def context_parallel_index(

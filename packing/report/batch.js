@@ -4,11 +4,11 @@ const { tokens, plans, ranks, lengths, groups, breaks, trajectories } = figures;
 const state = { capacity: plans.shown.capacity, algorithm: plans.shown.algorithm, colour: "role" };
 
 function head() {
-  const saved = figures.saved;
-  const lead = saved.length
-    ? `Packing saved ${saved[0][1].split(" ")[0]} of the tokens: ${whole.format(tokens.packed)} in place of ${whole.format(tokens[saved[0][0].includes("turn") ? "turns" : "padded"])}.`
+  const saved = figures.saved.find(([name]) => name.startsWith("saved against"));
+  const lead = saved
+    ? `Packing saved ${saved[1].split(" ")[0]} of the tokens: ${whole.format(tokens.packed)} in place of ${whole.format(tokens[saved[0].includes("turn") ? "turns" : "padded"])}.`
     : `${whole.format(tokens.packed)} tokens.`;
-  const tiles = [...figures.summary, ...saved].map(([name, value]) =>
+  const tiles = [...figures.summary, ...figures.saved].map(([name, value]) =>
     make("div", { class: "tile" }, make("small", {}, name), value));
   return [make("h1", {}, figures.title), make("p", { class: "lead", id: "lead" }, lead), make("div", { class: "tiles" }, tiles)];
 }
@@ -73,7 +73,8 @@ function histogram() {
 
 function groupScores() {
   if (!groups.shown.length) return null;
-  const rows = key => groups.shown.filter(one => one[key] && one[key].length).map(one => ({ name: one.name, values: one[key] }));
+  const rows = key => groups.shown.map(one => ({ name: one.name, values: (one[key] || []).filter(Number.isFinite) }))
+    .filter(one => one.values.length);
   const parts = [["scores", "summed rewards of the members"], ["advantages", "mean advantages of the members"]];
   const left = groups.left_out ? ` ${counted(groups.left_out, "more group")} left out.` : "";
   return section("groups", "Rewards by group", `A point is a trajectory.${left}`,
@@ -105,7 +106,7 @@ const viewer = make("div", { id: "viewer" });
 let chosenRow = null;
 
 function scale(value, least, most) {
-  if (value === null || most <= least) return "";
+  if (!Number.isFinite(value) || most <= least) return "";
   const share = (value - least) / (most - least);
   const [name, strength] = share < 0.5 ? ["low", 1 - 2 * share] : ["high", 2 * share - 1];
   return `background:color-mix(in srgb, var(--${name}) ${Math.round(55 * strength)}%, transparent)`;
@@ -130,7 +131,7 @@ function show(index) {
     type: "button", "aria-pressed": name === state.colour, onclick: () => { state.colour = name; show(index); } }, name));
   const column = columns[state.colour];
   const spans = (one.sequences || []).flat();
-  const values = column ? spans.flatMap(span => span.pieces || []).map(piece => piece[column]).filter(value => value !== null) : [];
+  const values = column ? spans.flatMap(span => span.pieces || []).map(piece => piece[column]).filter(Number.isFinite) : [];
   let [least, most] = [Math.min(...values), Math.max(...values)];
   if (column === 2) [least, most] = [-Math.max(-least, most), Math.max(-least, most)];
   const body = (one.sequences || []).map((sequence, number) => make("div", {},

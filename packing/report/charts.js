@@ -17,7 +17,7 @@ function make(tag, attributes, ...children) {
 
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const percent = share => (100 * share).toFixed(1) + " %";
-const short = value => (value === null ? "" : Number(value.toPrecision(4)).toString());
+const short = value => (Number.isFinite(value) ? Number(value.toPrecision(4)).toString() : value ?? "");
 const colour = name => `var(--${name})`;
 const counted = (number, noun) => `${whole.format(number)} ${noun}${number === 1 ? "" : "s"}`;
 

@@ -438,9 +438,9 @@ class Piece(NamedTuple):
     """Some generated tokens whose text cannot be parted."""
 
     text: str
-    logprob: float
+    logprob: float | str
     """Mean of the tokens."""
-    advantage: float | None
+    advantage: float | str | None
     version: int
 
 
@@ -501,10 +501,10 @@ def _shown(text: str) -> str:
     return printable(text, keep="\n")
 
 
-def _short(value: Any) -> float:
-    """Round to four digits: a page of many numbers stays small."""
+def _short(value: Any) -> float | str:
+    """Round to four digits, so that a page stays small; a number that JSON lacks in words."""
     number = float(value)
-    return float(f"{number:.4g}") if math.isfinite(number) else 0.0
+    return float(f"{number:.4g}") if math.isfinite(number) else "not finite"
 
 
 def rows_of(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:

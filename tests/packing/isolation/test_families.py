@@ -28,6 +28,7 @@ from tests.packing.micro_batches.micro_batch_loops import ALIGNMENTS
 from tests.support.slow import slow_after
 from trajpack import Trajectory, Turn, pack
 from trajpack.packing.adapters.huggingface import check_isolation
+from trajpack.packing.micro_batches.alignment import Alignment
 
 PAGE = Path(__file__).parents[3] / "docs/formats/huggingface.md"
 LENGTHS = (17, 33, 1, 64, 2)
@@ -169,12 +170,33 @@ def test_padding_of_a_micro_batch_reaches_no_other_sequence(family, kernels):
             assert (row[: len(kept)] - kept).abs().max() < 1e-4, (name, sequence)
 
 
-def test_a_model_with_pictures_may_do_otherwise_than_its_text_model():
-    batch = some_batch()
-    right = tiny_model_with_pictures("qwen3_vl", "Qwen3VL")
-    assert outcome(right, batch.model_inputs(), alone(right, batch)) == "right"
-    check_isolation(right)
-    wrong = tiny_model_with_pictures("qwen2_5_vl", "Qwen2_5_VL")
-    assert outcome(wrong, batch.model_inputs(), alone(wrong, batch)) == "wrong"
-    with pytest.raises(ValueError, match=r"language_model\.layers\.0\.self_attn \(Qwen2_5_VLAtt"):
-        check_isolation(wrong)
+PICTURES = {
+    "qwen3_vl": "Qwen3VL",
+    "qwen2_5_vl": "Qwen2_5_VL",
+    "qwen2_vl": "Qwen2VL",
+    "glm4v": "Glm4v",
+}
+"""Classes that take pictures beside text, by their folder."""
+
+
+@pytest.mark.parametrize("folder", PICTURES)
+def test_a_model_with_pictures_is_right_with_the_positions_of_mrope(folder):
+    """Given text alone; all but the first are wrong with one row of positions."""
+    batch, model = some_batch(), tiny_model_with_pictures(folder, PICTURES[folder])
+    expected = alone(model, batch)
+    assert outcome(model, batch.model_inputs(mrope=True), expected) == "right"
+    alignment = Alignment(sequence_multiple=8, total=192)
+    padded = batch.select(range(len(batch)), alignment)
+    with torch.no_grad():
+        rows = model(**padded.model_inputs(mrope=True)).logits[0].split(padded.padded_seqlens)
+    kept = [row[:length] for row, length in zip(rows, batch.seqlens, strict=False)]
+    torch.testing.assert_close(torch.cat(kept), expected, rtol=0, atol=1e-4)
+    check_isolation(model, inputs=lambda trial: trial.model_inputs(mrope=True))
+    if folder == "qwen3_vl":
+        assert outcome(model, batch.model_inputs(), expected) == "right"
+        check_isolation(model)
+        return
+    assert outcome(model, batch.model_inputs(), expected) == "wrong"
+    repair = r"self_attn .*Give it four rows of positions: batch\.model_inputs\(mrope=True\)"
+    with pytest.raises(ValueError, match=repair):
+        check_isolation(model)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.packing.report.test_figures import conversations
 from tests.support.chromium import needs_chromium, show
@@ -90,6 +93,22 @@ def test_text_stays_text(tmp_path: Path) -> None:
     assert "\\u202e" in viewer
     assert "\u202e" not in viewer
     assert not {"\x1b", "\0"} & set(shown.dom)
+
+
+@needs_chromium
+def test_advantages_that_are_not_finite_are_said_to_be(tmp_path: Path) -> None:
+    """Rows have one length: nothing was saved but what a tree would save."""
+    batch = pack([Trajectory(name, [Turn([1], [2], [-0.5], 1.0)], group="g") for name in "abc"])
+    advantages = torch.tensor([0.0, math.nan, 0.0, math.inf, 0.0, 0.5])
+    path = tmp_path / "page.html"
+    numbers = write_report(dataclasses.replace(batch, advantages=advantages), path)
+    shown_as = ["not finite", "not finite", 0.5]
+    assert [row["advantage"] for row in numbers["trajectories"]["rows"]] == shown_as
+    assert numbers["groups"]["shown"][0]["advantages"] == shown_as
+    shown = show(path, tmp_path)
+    assert not shown.console
+    assert "mean advantage not finite" in shown.dom
+    assert re.search(r'id="lead">6 tokens\.<', shown.dom)
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,15 @@ class _Place:
     """Micro-batches from the start of the epoch that need not be made again."""
     begin: int = 0
     """Micro-batch at which the loader began: its first worker makes this one."""
+
+
+def _check_end(place: _Place) -> None:
+    """Raise at the end of an epoch that has fewer micro-batches than a state says were taken."""
+    if place.taken > place.before:
+        raise ValueError(
+            f"{OP}: the state has taken={place.taken}, epoch {place.epoch} has {place.before} "
+            "micro-batches"
+        )
 
 
 class PackedDataset(IterableDataset[Piece]):
@@ -163,21 +172,25 @@ class PackedDataset(IterableDataset[Piece]):
                 parts. Windows before that are then read and planned again.
 
         Raises:
-            TypeError: If a number is no integer.
-            ValueError: If the state is of a data set with other options.
+            TypeError: If the state is no mapping, or a number no integer.
+            ValueError: If the state is of a data set with other options, or a number is negative;
+                at the end of the iteration if it has more micro-batches than the epoch.
         """
+        if not isinstance(state, Mapping):
+            raise TypeError(f"{OP}: the state must be a mapping, got {type(state).__name__}")
         for name, value in self._described().items():
             if state.get(name, value) != value:
                 raise ValueError(
                     f"{OP}: the state has {name}={state[name]!r}, this data set {value!r}"
                 )
-        names = (one.name for one in dataclasses.fields(_Place))
-        self._place = _Place(*(as_integer(name, state.get(name, 0)) for name in names))
+        place = vars(_Place()) | {name: state[name] for name in vars(_Place()) if name in state}
+        for name, number in place.items():
+            check_count(OP, f"{name} of the state", number, least=0)
+        of_state = decoded(state["read"], self._fields) if "read" in state else None
+        self._read = None if of_state is None else of_state.arrays.trajectories()
+        self._place, self._is_resumed = _Place(**place), True
         if get_worker_info() is None:  # in a worker its loader goes on
             self._place.begin = self._place.taken
-        self._read, self._is_resumed = None, True
-        if "read" in state:
-            self._read = decoded(state["read"], self._fields).arrays.trajectories()
 
     def __iter__(self) -> Iterator[Piece]:
         if is_asynchronous(self._source):
@@ -187,6 +200,7 @@ class PackedDataset(IterableDataset[Piece]):
         seed = None if self._options.seed is None else [self._options.seed, place.epoch]
         for window in windows_of(self._source, size, seed=seed, first=place.window):
             yield from self._cut(window, place)
+        _check_end(place)
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         place = self._begin()
@@ -195,6 +209,7 @@ class PackedDataset(IterableDataset[Piece]):
         async for window in async_windows_of(self._source, self._options.lookahead):
             for piece in self._cut(window, place):
                 yield piece
+        _check_end(place)
 
     def _described(self) -> dict[str, Any]:
         """Return the options that a state must agree with, as plain values."""

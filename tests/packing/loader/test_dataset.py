@@ -291,6 +291,35 @@ def test_a_state_of_other_options_is_refused():
             dataset.load_state_dict(state)
 
 
+@pytest.mark.parametrize(
+    ("state", "error", "words"),
+    [
+        (None, TypeError, "the state must be a mapping, got NoneType"),
+        ([], TypeError, "the state must be a mapping, got list"),
+        ({"taken": -1}, ValueError, "taken of the state must be 0 or more, got -1"),
+        ({"epoch": -1}, ValueError, "epoch of the state must be 0 or more, got -1"),
+        ({"window": 1.0}, TypeError, "window of the state must be an integer, got 1.0"),
+        ({"taken": None}, TypeError, "taken of the state must be an integer, got None"),
+    ],
+)
+def test_a_state_that_is_none_is_refused(state, error, words):
+    dataset = PackedDataset(many(3), CAPACITY)
+    before = dataset.state_dict()
+    with pytest.raises(error, match=f"^PackedDataset: {re.escape(words)}$"):
+        dataset.load_state_dict(state)
+    assert dataset.state_dict() == before
+
+
+def test_a_state_behind_the_end_of_the_epoch_is_refused_there():
+    for source, count in ((many(30), len([*PackedDataset(many(30), CAPACITY)])), ([], 0)):
+        dataset = PackedDataset(source, CAPACITY)
+        dataset.load_state_dict({"taken": count})
+        assert [*dataset] == []
+        dataset.load_state_dict({"taken": 10**9})
+        with pytest.raises(ValueError, match=f"taken=1000000000, epoch 0 has {count} micro-batch"):
+            next(iter(dataset))
+
+
 @pytest.mark.parametrize("layout", ["merged", "tree"])
 def test_micro_batches_are_moved_and_sent_whole(layout):
     pieces = [*PackedDataset(many(30), CAPACITY, layout=layout)]

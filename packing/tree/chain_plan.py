@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from trajpack.packing.plan.units import check_choice, check_count, decreasing
+from trajpack.packing.plan.units import MAX_CAPACITY, check_choice, check_count, decreasing
 from trajpack.packing.tree.trie import Chains, Ints, Trie
 
 Fewest: TypeAlias = Literal["micro_batches", "nodes"]
@@ -71,7 +71,7 @@ class ChainPlan:
 
 def plan_chains(chains: Chains, capacity: int, fewest: Fewest, ids: Sequence[str]) -> ChainPlan:
     """Implement `TreeBatch.plan_micro_batches`; ``ids`` are the names of the trajectories."""
-    _check("plan_micro_batches", chains, capacity, fewest, ids)
+    capacity = _checked("plan_micro_batches", chains, capacity, fewest, ids)
     begins = _begins(chains.trie, capacity, fewest)
     return _plan(chains.trie, _bounds(chains.trie, begins, max(len(begins), 1)), capacity)
 
@@ -81,7 +81,7 @@ def plan_chain_ranks(
 ) -> tuple[ChainPlan, ...]:
     """Implement `TreeBatch.plan_ranks`."""
     check_count("plan_ranks", "num_ranks", num_ranks)
-    _check("plan_ranks", chains, capacity, fewest, ids)
+    capacity = _checked("plan_ranks", chains, capacity, fewest, ids)
     trie = chains.trie
     begins = _begins(trie, capacity, fewest)
     places = -(-max(len(begins), 1) // num_ranks) * num_ranks
@@ -116,13 +116,13 @@ def check_plan(plan: ChainPlan, trie: Trie) -> None:
         )
 
 
-def _check(op: str, chains: Chains, capacity: int, fewest: Fewest, ids: Sequence[str]) -> None:
-    """Raise unless the arguments are known and every chain fits."""
+def _checked(op: str, chains: Chains, capacity: int, fewest: Fewest, ids: Sequence[str]) -> int:
+    """Return the capacity; raise unless the arguments are known and every chain fits."""
     check_count(op, "capacity", capacity)
     check_choice(op, "fewest", fewest, choices=Fewest)
     trie = chains.trie
     if trie.lengths.max(initial=0) <= capacity:
-        return
+        return min(int(capacity), MAX_CAPACITY)
     chain = int(trie.order[trie.lengths > capacity].min())
     place = int(trie.places[chain])
     turns = np.flatnonzero(chains.place == place)

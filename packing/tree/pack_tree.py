@@ -76,7 +76,7 @@ def pack_tree(
     Args:
         trajectories: Trajectories in the order of the entries, or a buffer with them, which keeps
             them; ``device`` and ``fields`` are then those of the buffer.
-        share: Weight of an entry in the loss: ``"once"``, ``"sum"`` or ``"mean"``, see
+        share: Weight of an entry in the loss, ``"once"`` or ``"sum"``, see
             `TreeBatch.entry_weights`.
         device: As for `pack`.
         impl: As for `pack`.

@@ -51,7 +51,7 @@ CONTEXT = {
     "advantages": 0.0,
 }
 """Values of tokens that were not generated."""
-Share: TypeAlias = Literal["once", "sum", "mean"]
+Share: TypeAlias = Literal["once", "sum"]
 """Weight of an entry, see `TreeBatch.entry_weights`."""
 
 
@@ -59,7 +59,7 @@ Share: TypeAlias = Literal["once", "sum", "mean"]
 class TreeBatch(TreeNodes):
     """Trajectories as a forest in which each distinct prefix is stored once.
 
-    Made by `trajpack.pack_tree` or `TrajectoryBuffer.pack_tree`. Turns share a node if they agree
+    Made by `trajpack.pack_tree`. Turns share a node if they agree
     up to there, in tokens and in every extra field that has rows for all tokens. An entry is a
     generated token of a turn; several may lie on one node, each with log-probability, version,
     return and advantage of its own. Trees and branches are in the order of their token ids, entries
@@ -87,31 +87,21 @@ class TreeBatch(TreeNodes):
         - ``"once"``: 1, so the gradient is that of layout ``"merged"``, and that of separate turns.
         - ``"sum"``: the chains through the node, of any trajectory, over the entries on it, as if
           each chain were a row that trains every token on its path that a turn generated.
-        - ``"mean"``: that number over the chains of the tree, as if rows of a tree were averaged.
 
-        A chain is a sequence of layout ``"merged"``. With ``"sum"`` and ``"mean"`` the weights of a
-        trajectory depend on those that it is packed with.
+        A chain is a sequence of layout ``"merged"``. With ``"sum"`` the weights of a trajectory
+        depend on those that it is packed with.
 
-        Cost: computed at first access, without synchronisation: ``"once"`` is one fill, the others
-            a copy of 8 bytes a chain and a dozen small operations.
+        Cost: computed at first access, without synchronisation: ``"once"`` is one fill, ``"sum"`` a
+            copy of 8 bytes a chain and ten small operations.
         """
         if self.share == "once" or not self.num_entries:
             return torch.ones_like(self.rollout_logprobs)
-        bounds = sent(self.chains.trie.first[1:], self.device)
-
-        def through(node: torch.Tensor) -> torch.Tensor:
-            """Return the chains through nodes: those that end in their subtrees."""
-            end = self.tree_end[node].long()
-            return torch.searchsorted(bounds, torch.stack([node, end]), right=True).diff(dim=0)[0]
-
-        node = self.entry_node
+        bounds, node = sent(self.chains.trie.first[1:], self.device), self.entry_node
+        subtrees = torch.stack([node, self.tree_end[node].long()])
+        chains = torch.searchsorted(bounds, subtrees, right=True).diff(dim=0)[0]  # they end there
         times = torch.zeros(self.num_nodes, dtype=torch.int64, device=self.device)
         times.index_add_(0, node, torch.ones_like(node))
-        weights = through(node).float() / times[node]
-        if self.share == "mean":
-            tree = torch.searchsorted(self.cu_seqlens.long(), node, right=True) - 1
-            weights = weights / through(self.cu_seqlens[tree].long())
-        return weights
+        return chains.float() / times[node]
 
     def with_advantages(  # noqa: PLR0913 - as PackedBatch.with_advantages
         self,

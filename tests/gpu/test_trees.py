@@ -25,7 +25,7 @@ from trajpack.testing import assert_same_bits
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
-SHARES: Any = ("once", "sum", "mean")
+SHARES: Any = ("once", "sum")
 BOUNDARIES: Any = ("shared", "duplicate")
 
 

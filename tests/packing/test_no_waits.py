@@ -123,7 +123,7 @@ OF_TREES: dict[str, Callable[[Any], Any]] = {
     "trl, row": trl.to_async_row,
     "advantages": lambda tree: tree.with_advantages(GRPO()),
     "loss_weights": lambda tree: tree.loss_weights("token_mean"),
-    "entry_weights": lambda tree: dataclasses.replace(tree, share="mean").entry_weights,
+    "entry_weights": lambda tree: dataclasses.replace(tree, share="sum").entry_weights,
     "labels": lambda tree: tree.labels(),
     "micro-batches": lambda tree: list(tree.micro_batches(CHAINS)),
 }

@@ -118,7 +118,7 @@ def test_a_tree_holds_what_the_merged_layout_holds(trajectories):
     assert_batches_equal(batch.merged(), pack(trajectories))
 
 
-@given(trajectories=trajectory_lists(), share=st.sampled_from(["once", "sum", "mean"]))
+@given(trajectories=trajectory_lists(), share=st.sampled_from(["once", "sum"]))
 @settings(max_examples=10)
 def test_a_file_holds_the_tree(trajectories, share, tmp_path_factory):
     path = tmp_path_factory.mktemp("tree") / "tree.safetensors"
@@ -156,10 +156,10 @@ def of_trajectory(batch, name, index):
     return getattr(batch, name)[begin:end]
 
 
-@given(trajectory_lists(), st.sampled_from(["sum", "mean"]))
-def test_shares_count_the_chains_through_the_node(trajectories, share):
-    batch = pack_tree(trajectories, share)
-    expected = torch.tensor(oracle.chain_weights(trajectories, share))
+@given(trajectory_lists())
+def test_shares_count_the_chains_through_the_node(trajectories):
+    batch = pack_tree(trajectories, "sum")
+    expected = torch.tensor(oracle.chain_weights(trajectories))
     torch.testing.assert_close(batch.entry_weights, expected)
     assert torch.equal(pack_tree(trajectories).entry_weights, torch.ones(batch.num_entries))
     weights = pack(trajectories).loss_weights("token_mean")
@@ -173,7 +173,6 @@ def test_members_that_sample_the_same_count_as_they_do_alone():
     """A node of five members is in five chains; each counts it once, together or alone."""
     members = [Trajectory(str(n), [Turn([1], [2, 3], [-0.5] * 2)], "g") for n in range(5)]
     assert pack_tree(members, "sum").entry_weights.tolist() == [1.0] * 10
-    torch.testing.assert_close(pack_tree(members, "mean").entry_weights, torch.full((10,), 0.2))
     again = Trajectory("again", [Turn([1, 2, 3], [4], [-0.5])])  # in its prompt
     weights = pack_tree([*members, again], "sum").entry_weights
     torch.testing.assert_close(weights, torch.tensor([1.2] * 10 + [1.0]))
@@ -330,7 +329,7 @@ def test_nodes_and_entries_are_tensors_of_their_own():
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda b: pickle.loads(pickle.dumps(b))])
 def test_copies_are_equal(copied):
-    batch = pack_tree([Trajectory("a", [Turn([1], [2], [-0.5]), Turn([1], [3], [-0.5])])], "mean")
+    batch = pack_tree([Trajectory("a", [Turn([1], [2], [-0.5]), Turn([1], [3], [-0.5])])], "sum")
     assert_trees_equal(copied(batch), batch)
 
 
@@ -345,7 +344,7 @@ def test_a_tree_says_what_it_is():
 
 def test_wrong_arguments_are_named(tmp_path):
     one = [Trajectory("a", [Turn([1], [2], [-0.5])])]
-    with pytest.raises(ValueError, match="share must be one of 'once', 'sum', 'mean', got 'all'"):
+    with pytest.raises(ValueError, match="share must be one of 'once', 'sum', got 'all'"):
         pack_tree(one, "all")
     with pytest.raises(ValueError, match="impl must be 'auto', 'torch' or 'triton'"):
         pack_tree(one, impl="cuda")

@@ -105,7 +105,9 @@ def test_the_goals_differ_where_a_cheap_cut_makes_one_more():
     assert few.loads.tolist() == [6, 6]
     assert light.loads.tolist() == [1, 6, 1]
     assert (few.num_nodes, light.num_nodes, batch.num_nodes) == (12, 8, 8)
-    assert repr(few) == ("ChainPlan(2 micro-batches of up to 6 nodes, 4 of 4 chains, 12 nodes)")
+    assert repr(few) == "ChainPlan(2 micro-batches of up to 6 nodes, 4 of 4 chains, 12 nodes)"
+    for capacity in (10**12, 10**30):  # beyond any batch: no limit
+        assert len(batch.plan_micro_batches(capacity)) == len(batch.plan_ranks(1, capacity)[0]) == 1
 
 
 @pytest.mark.parametrize("alignment", [Alignment(), PADDED], ids=["plain", "padded"])

@@ -20,11 +20,10 @@ def rollouts():
     return [*found, *again, Trajectory("later", [Turn(heard, [5, 6], [-1.5, -1.25], 1.0)], "task")]
 
 
-def loss_of_rows(model, trajectories, advantages, share):
+def loss_of_rows(model, trajectories, advantages):
     """Return a loss over a row for each chain, which trains whatever a turn generated on its path.
 
-    A token that several turns generated counts as their mean; ``"mean"`` takes the mean over the
-    rows of a tree.
+    A token that several turns generated counts as their mean.
     """
     sampled = defaultdict(list)
     for path, advantage in zip(oracle.entries(trajectories), advantages.double(), strict=True):
@@ -33,31 +32,29 @@ def loss_of_rows(model, trajectories, advantages, share):
     total = torch.zeros((), dtype=torch.float64)
     for chain in chains:
         logprobs = model(torch.tensor([chain]), use_cache=False).logits[0].log_softmax(-1)
-        rows = sum(other[:1] == chain[:1] for other in chains) if share == "mean" else 1
         for end in range(2, len(chain) + 1):
             if chain[:end] in sampled:
                 mean = torch.stack(sampled[chain[:end]]).mean()
-                total = total - mean * logprobs[end - 2, chain[end - 1]] / rows
+                total = total - mean * logprobs[end - 2, chain[end - 1]]
     return total
 
 
-@pytest.mark.parametrize("share", ["sum", "mean"])
-def test_gradients_are_those_of_rows(share):
+def test_gradients_are_those_of_rows():
     model, trajectories = exact(tiny_model("qwen3")), rollouts()
-    batch = pack_tree(trajectories, share).with_advantages(GRPO())
+    batch = pack_tree(trajectories, "sum").with_advantages(GRPO())
     assert batch.entry_weights.unique().numel() > 3
     weights = batch.loss_weights("constant", denominator=1.0).double()
     torch.testing.assert_close(weights, batch.entry_weights.double())
     loss = -(weights * batch.advantages * by_tree(model, batch, "sdpa")).sum()
     found = torch.autograd.grad(loss, [*model.parameters()])
     model.set_attn_implementation("sdpa")
-    expected = loss_of_rows(model, trajectories, batch.advantages, share)
+    expected = loss_of_rows(model, trajectories, batch.advantages)
     assert distance(loss, expected) <= 1e-6  # weights are float32
     for got, want in zip(found, torch.autograd.grad(expected, [*model.parameters()]), strict=True):
         assert distance(got, want) <= 1e-6
 
 
-@pytest.mark.parametrize("share", ["once", "sum", "mean"])
+@pytest.mark.parametrize("share", ["once", "sum"])
 def test_micro_batches_carry_the_weights(share):
     batch = pack_tree(rollouts(), share).with_advantages(GRPO())
     plan = batch.plan_micro_batches(40)
@@ -68,6 +65,5 @@ def test_micro_batches_carry_the_weights(share):
 
 
 def test_weights_of_a_device_need_no_value_of_it():
-    for share in ("sum", "mean"):
-        weights = pack_tree(rollouts(), share, device="meta").entry_weights
-        assert (weights.is_meta, weights.dtype) == (True, torch.float32)
+    weights = pack_tree(rollouts(), "sum", device="meta").entry_weights
+    assert (weights.is_meta, weights.dtype) == (True, torch.float32)

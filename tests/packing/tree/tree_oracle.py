@@ -65,15 +65,12 @@ def chains_of(trajectory: Trajectory) -> list[Path]:
     return chains
 
 
-def chain_weights(trajectories: Sequence[Trajectory], share: str) -> list[float]:
+def chain_weights(trajectories: Sequence[Trajectory]) -> list[float]:
     """Return the weights of the entries: chains through the node, over the entries on it."""
     chains = [chain for trajectory in trajectories for chain in chains_of(trajectory)]
     through = Counter(chain[:end] for chain in chains for end in range(1, len(chain) + 1))
     count = Counter(entries(trajectories))
-    return [
-        through[path] / count[path] / (through[path[:1]] if share == "mean" else 1)
-        for path in entries(trajectories)
-    ]
+    return [through[path] / count[path] for path in entries(trajectories)]
 
 
 def sum_of_lengths_without_common(paths: Sequence[Path]) -> int:

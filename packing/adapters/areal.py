@@ -31,20 +31,7 @@ def to_padded_dict(
     ``S`` is the longest sequence. Entry ``j`` belongs to token ``j``, in the extra fields
     ``values``, ``ref_logp``, ``prox_logp`` and ``teacher_logp`` to token ``j + 1``.
 
-    ================ ======= ========= ================================= ============
-    key              dtype   shape     content                           padding
-    ================ ======= ========= ================================= ============
-    input_ids        int32   [B, S]    tokens                            pad_token_id
-    attention_mask   bool    [B, S]    True at tokens                    False
-    loss_mask        int32   [B, S]    1 where generated                 0
-    logprobs         float32 [B, S]    0 where not generated             0
-    versions         int32   [B, S]    policy version, -1 where not      0
-                                       generated
-    turn_ids         int32   [B, S]    turn within its trajectory, -1    -1
-                                       where not generated
-    rewards          float32 [B]       ``"rewards"`` or ``"returns"``
-    each extra field its own [B, S, …]                                   0
-    ================ ======= ========= ================================= ============
+    Keys, dtypes and shapes are those of ``docs/formats/areal.md``.
 
     Layout ``"turns"`` is AReaL's export ``"individual"``, ``"merged"`` is ``"concat"``. Only
     AReaL's turn-level GAE reads ``turn_ids``; releases without it ignore the key. Not carried: the
@@ -87,15 +74,7 @@ def to_update_dict(
     As `to_padded_dict`, with the keys that AReaL's ``compute_advantages`` changes or adds, float32
     ``[B, S]`` and shifted: entry ``j`` belongs to token ``j + 1``, and the last column is 0.
 
-    ==================== ===============================================================
-    key                  content
-    ==================== ===============================================================
-    loss_mask, logprobs  as before, shifted
-    prox_logp            extra field of that name, else the rollout's log-probabilities
-    advantages, returns  of the batch
-    tot_rewards          each turn's reward at its last token
-    kl_rewards           0
-    ==================== ===============================================================
+    Keys, dtypes and shapes are those of ``docs/formats/areal.md``.
 
     Cost: as `to_padded_dict`, and a copy of each shifted key.
     """

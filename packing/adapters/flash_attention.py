@@ -10,13 +10,7 @@ from trajpack.packing.rows.packed import Packed, places_of
 def to_varlen(batch: Packed) -> dict[str, Any]:
     """Return keyword arguments of ``flash_attn_varlen_func`` beside query, key and value.
 
-    ========================== ===== ======= ======================================
-    key                        dtype shape   content
-    ========================== ===== ======= ======================================
-    cu_seqlens_q, cu_seqlens_k int32 [n + 1] boundaries of sequences, on the device
-    max_seqlen_q, max_seqlen_k int           tokens of the longest
-    causal                     bool          True
-    ========================== ===== ======= ======================================
+    Keys, dtypes and shapes are those of ``docs/formats/flash_attention.md``.
 
     Query, key and value are ``[tokens, heads, head size]``, of the batch's tokens in their order.
     Padding behind a sequence belongs to it: causal attention keeps it from the tokens before.

@@ -36,17 +36,7 @@ def to_padding_free(
 ) -> dict[str, Any]:
     """Return the result of transformers' ``DataCollatorWithFlattening``, with its options.
 
-    ================================ ===== ========= ===============================================
-    key                              dtype shape     content
-    ================================ ===== ========= ===============================================
-    input_ids                        int64 [1, T]    tokens, sequence after sequence
-    labels                           int64 [1, T]    the token itself; ``separator_id`` at the first
-                                                     of a sequence, -100 without a loss
-    position_ids                     int64 [1, T]    from ``position_ids_start`` in every sequence
-    seq_idx                          int32 [1, T]    number of the token's sequence
-    cu_seq_lens_q, cu_seq_lens_k     int32 [n + 1]   boundaries of sequences
-    max_length_q, max_length_k       int             tokens of the longest
-    ================================ ===== ========= ===============================================
+    Keys, dtypes and shapes are those of ``docs/formats/huggingface.md``.
 
     Labels are at the token itself: the model shifts them. They are at generated tokens, or at
     ``"all"``, never at padding. Call the model with ``use_cache=False``: with a cache, or with an

@@ -21,22 +21,11 @@ Lengths = Literal["both", "padded"]
 def packed_seq_params_kwargs(batch: Packed, *, lengths: Lengths = "both") -> dict[str, Any]:
     """Return the fields of a ``PackedSeqParams`` by their names in Megatron-Core.
 
-    ========================================= ===== ======= ========================================
-    key                                       dtype shape   content
-    ========================================= ===== ======= ========================================
-    qkv_format                                str           ``"thd"``
-    cu_seqlens_q, cu_seqlens_kv               int32 [n + 1] sums of true lengths
-    cu_seqlens_q_padded, cu_seqlens_kv_padded int32 [n + 1] boundaries in memory
-    max_seqlen_q, max_seqlen_kv               int           longest sequence, its padding counted
-    pad_between_seqs                          bool          whether sequences are padded
-    total_tokens                              int           tokens, padding counted
-    seq_idx                                   int32 [1, T]  number of the token's sequence
-    ========================================= ===== ======= ========================================
+    Keys, dtypes and shapes are those of ``docs/formats/megatron.md``.
 
-    Older versions of the class lack the last three, which `to_packed_seq_params` then omits. Fields
-    about the ranks, ``cp_group`` and ``local_cp_size``, are for the caller. Sequences of a
-    micro-batch must be multiples of twice the context-parallel ranks times the tensor-parallel
-    ones.
+    `to_packed_seq_params` omits what an older version of the class lacks. Fields about the ranks,
+    ``cp_group`` and ``local_cp_size``, are for the caller. Sequences of a micro-batch must be
+    multiples of twice the context-parallel ranks times the tensor-parallel ones.
 
     With ``lengths="padded"`` padded lengths stand for the true ones too, and ``pad_between_seqs``
     is False: for engines that treat padding as tokens.
@@ -151,25 +140,7 @@ def tree_packed_seq_params_kwargs(
     The class is proposed for Megatron-Core (pull request 7387, read 2026-11-24) and in no release:
     the tests compute attention and edges by these fields, not by the class.
 
-    ============================ ===== ======= ====================================================
-    key                          dtype shape   content
-    ============================ ===== ======= ====================================================
-    qkv_format                   str           ``"thd"``
-    cu_seqlens_q, _kv, _q_padded int32 [2]     0 and T, the nodes with their padding; likewise
-                                               ``cu_seqlens_kv_padded``
-    max_seqlen_q, max_seqlen_kv  int           longest path from a root
-    tree_segment_starts, _depths ints  [S]     place and depth of the first node of each segment
-    tree_segment_lengths         ints  [S]     nodes of each
-    tree_segment_parents         ints  [S]     segment before each, -1 at a root
-    tree_query_runs              tuple         `TreeQueryRun` of this rank, by segments
-    tree_local_position_ids      int64 [local] depths of this rank's nodes, 0 at padding
-    tree_cp_gather_inverse       int64 [T]     puts the tokens of all ranks, one rank behind
-                                               another, into the order of the row
-    tree_cp_local_token_count    int           tokens of this rank
-    tree_edge_local_indices      int64 [own]   this rank's place of the node that predicts an entry
-    tree_edge_output_indices     int64 [own]   those entries, ascending
-    tree_edge_count              int           entries of all ranks; ``tree_edge_padded_width`` too
-    ============================ ===== ======= ====================================================
+    Keys, dtypes and shapes are those of ``docs/formats/megatron.md``.
 
     An edge is an entry of the tree: edge e predicts ``tree.entries.input_ids[e]``, and log-
     probabilities at ``tree_edge_output_indices`` go beside ``rollout_logprobs``, ``advantages`` and

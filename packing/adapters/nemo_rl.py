@@ -21,19 +21,7 @@ def to_loss_inputs(
     Column ``j`` belongs to token ``j``; the loss ignores column 0 and
     compares column ``j`` with the prediction at ``j - 1``.
 
-    ========================= ======= ========= ================================ ============
-    key                       dtype   shape     content                          padding
-    ========================= ======= ========= ================================ ============
-    input_ids                 int64   [B, S]    tokens                           pad_token_id
-    input_lengths             int32   [B]       tokens of each sequence
-    generation_logprobs       float32 [B, S]    of the rollout                   0
-    prev_logprobs             float32 [B, S]    extra field, else the rollout's  0
-    reference_policy_logprobs float32 [B, S]    extra field, if there is one     0
-    advantages                float32 [B, S]    of the batch                     0
-    token_mask                float32 [B, S]    1 where generated                0
-    sample_mask               float32 [B]       1
-    each other field          its own [B, S, …]                                  0
-    ========================= ======= ========= ================================ ============
+    Keys, dtypes and shapes are those of ``docs/formats/nemo_rl.md``.
 
     ``BatchedDataDict`` takes it. ``S`` is a multiple of ``sequence_multiple``, NeMo-RL's
     ``make_sequence_length_divisible_by``. Not carried: rewards, returns, policy versions,
@@ -72,16 +60,7 @@ def to_loss_inputs(
 def to_message_logs(batch: PackedBatch, *, rewards: Score = "rewards") -> dict[str, Any]:
     """Return the output of NeMo-RL's rollouts: a log of messages for each sequence.
 
-    ================ ======= ============ =============================================
-    key              dtype   shape        content
-    ================ ======= ============ =============================================
-    message_log              list of list messages in order, see below
-    total_reward     float32 [B]          ``"rewards"`` or ``"returns"``
-    length           int32   [B]          tokens of the first message
-    loss_multiplier  float32 [B]          1
-    truncated        bool    [B]          whether the last turn was truncated
-    idx                      list of int  index of the row's trajectory in the batch
-    ================ ======= ============ =============================================
+    Keys, dtypes and shapes are those of ``docs/formats/nemo_rl.md``.
 
     A message is a run of generated tokens (role ``"assistant"``) or of other tokens (``"user"``):
     ``role``, ``content`` (empty, since texts are unknown), ``token_ids`` int64, ``token_loss_mask``

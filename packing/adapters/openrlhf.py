@@ -24,23 +24,7 @@ def to_experience_dict(
     ``T`` is the longest sequence. Fields of actions are ``[B, T - 1]`` and one token early: entry
     ``j`` belongs to token ``j + 1``.
 
-    =================== ======= ========== ============================== ============
-    field               dtype   shape      content                        padding
-    =================== ======= ========== ============================== ============
-    sequences           int64   [B, T]     tokens                         pad_token_id
-    attention_mask      int64   [B, T]     1 at tokens                    0
-    action_mask         int64   [B, T - 1] 1 where generated              0
-    rollout_log_probs   float32 [B, T - 1] 0 where not generated          0
-    advantages, returns float32 [B, T - 1] if the batch has advantages    0
-    rewards, scores     float32 [B]        "rewards" or "returns"
-    response_length     int64   [B]        from first to last generated
-    truncated           bool    [B]        whether the last turn was
-    total_length        float32 [B]        tokens of the sequence
-    info                dict               reward: float32 [B], for logs
-    prompts             list               name of the group, or the id
-    labels              list               ``""``
-    each extra field    its own [B, T - 1] of the names below             0
-    =================== ======= ========== ============================== ============
+    Keys, dtypes and shapes are those of ``docs/formats/openrlhf.md``.
 
     The extra fields are ``values``, ``action_log_probs``, ``base_action_log_probs`` and ``kl``.
     Masks are integers, as in OpenRLHF's own sample generator. Not carried: rewards of single turns,

@@ -55,27 +55,7 @@ def to_tensor_micro_batch(
 ) -> dict[str, Any]:
     """Return the entries of a ``TensorMicroBatch``, the form in which the trainer uses it.
 
-    ============================ ======= ====================== ================================
-    key                          dtype   shape                  content; at padding
-    ============================ ======= ====================== ================================
-    input_ids                    int64   [1, T]                 tokens; as in the batch
-    position_ids                 int64   [1, T]                 from 0 in every sequence
-    advantages                   float32 [1, T]                 at the token; 0
-    inference_logprobs           float32 [1, T]                 at the token; 0
-    temperatures                 float32 [1, T]                 sampled at, or ``temperature``; 1
-    loss_mask                    bool    [1, T]                 generated tokens; False
-    seq_lens                     int64   [segments]             lengths; padding in the last
-    sequence_lengths             list    segments               the same, on the host
-    env_names                    list    T                      environment of the token; ""
-    lora_num_tokens              int32   [num_loras]            all tokens in the first
-    routed_experts               int32   [1, T, layers, top k]  field of that name, or ``None``
-    ref_logprobs, rl_weights,    float32 [1, T]                 fields of these names, or
-    ce_weights, ref_kl_weights                                  ``None``; 0
-    mm_token_type_ids            int64   [1, T]                 field of that name, or ``None``
-    sampling_mask                int32   [1, T, K]              field of that name, or ``None``; -1
-    mm_kwargs, mm_refs,                                         ``None``
-    trace_ids, branch_indices
-    ============================ ======= ====================== ================================
+    Keys, dtypes and shapes are those of ``docs/formats/prime_rl.md``.
 
     All entries are at their own token; the trainer shifts logits. It pads with token 1; a
     micro-batch pads with the token of its `Alignment`. ``temperature`` is for prompts, and for all
@@ -157,20 +137,7 @@ def to_training_samples(
 ) -> list[dict[str, Any]]:
     """Return the fields of a ``TrainingSample`` for each sequence, for prime-rl's own packer.
 
-    =================================== =========== ==============================================
-    key                                 type        content
-    =================================== =========== ==============================================
-    token_ids                           list[int]   tokens of the sequence
-    mask                                list[bool]  True on generated tokens
-    logprobs                            list[float] log-probabilities, 0.0 where not generated
-    temperatures                        list[float] sampled at, or ``temperature``
-    advantages                          list[float] 0.0 where not generated; ``None`` without
-    env_name                            str         environment
-    routed_experts, ref_logprobs,                   fields of these names, else ``None``
-    rl_weights, ce_weights,
-    ref_kl_weights, mm_token_type_ids
-    sampling_mask                       dict        only with the field: as in `to_micro_batch`
-    =================================== =========== ==============================================
+    Keys, dtypes and shapes are those of ``docs/formats/prime_rl.md``.
 
     Raises:
         TypeError, ValueError: As `to_tensor_micro_batch`, but advantages may be missing.

@@ -54,27 +54,10 @@ def to_generator_output(
 ) -> dict[str, Any]:
     """Return a ``GeneratorOutput``: an entry in each list for each sequence.
 
-    ====================== =================== ============================================
-    key                    entry               content
-    ====================== =================== ============================================
-    prompt_token_ids       list[int]           up to the first generated token
-    response_ids           list[int]           the rest, observations too
-    loss_masks             list[int]           of the response; 1 where generated
-    rollout_logprobs       list[float]         of the response, not shifted; 0.0 else
-    rewards                list[float], float  ``"tokens"``: at each turn's last token;
-                                               ``"rows"``: their sum
-    stop_reasons           str                 "length" if the last turn was truncated,
-                                               else "stop"
-    trajectory_ids         `TrajectoryID`      the group or else the id; number in the group
-    is_last_step           bool                whether it is its trajectory's last sequence
-    rollout_expert_indices array [L - 1, …]    of extra field ``routed_experts``
-    rollout_sample_support int32 array [R, K]  of extra field ``sampling_mask``; -1
-    ====================== =================== ============================================
+    Keys, dtypes and shapes are those of ``docs/formats/skyrl.md``.
 
-    The last two are ``None`` without the field, and so are ``rollout_metrics``, ``env_metrics``,
-    ``trajectory_generation_times``, ``trajectory_time_splits``, ``pixel_values`` and
-    ``image_grid_thw``: a batch has no times and no images. Routes are of all tokens but the last,
-    which no engine forwards: declare ``routed_experts`` with ``generated_only=False``.
+    A batch has no times and no images: their keys are ``None``. Routes are of all tokens but the
+    last, which no engine forwards: declare ``routed_experts`` with ``generated_only=False``.
 
     If trajectories have several sequences each (layout ``"turns"``, or rewritten histories), set
     SkyRL's ``generator.step_wise_trajectories``. SkyRL wants the trajectories of a group next to
@@ -133,25 +116,11 @@ def to_training_input(
     longest or ``max_response_length``. Nothing is shifted: column ``j`` of ``R`` belongs to its
     token.
 
-    ====================== ============ ================== =========================== =======
-    key                    dtype        shape              content                     padding
-    ====================== ============ ================== =========================== =======
-    sequences              int64        [B, S]             tokens                      pad_token_id
-    attention_mask         int64        [B, S]             1 at tokens                 0
-    response_mask          int64        [B, R]             1 on the whole response     0
-    loss_mask              float32      [B, R]             1 where generated           0
-    rewards                float32      [B, R]             at a turn's last token      0
-    rollout_logprobs       float32      [B, R]             0 where not generated       0
-    advantages, returns    float32      [B, R]             if it has advantages        0
-    rollout_expert_indices PackedTensor [tokens, …]        field ``routed_experts``
-    router_padding_mask    bool         [B, S]             with it; True without route True
-    rollout_sample_support PackedTensor [responses, K]     field ``sampling_mask``     -1
-    each other field       its own      [B, R, …]                                      0
-    ====================== ============ ================== =========================== =======
+    Keys, dtypes and shapes are those of ``docs/formats/skyrl.md``.
 
     ``TrainingInputBatch`` takes it; its ``metadata["uids"]`` is for the caller, from
-    `trajpack.packing.rows.rows.row_groups`. A ``PackedTensor`` is a class of SkyRL, which must be
-    installed for these two fields. The last token of a sequence has no route: it gets experts
+    `trajpack.packing.rows.rows.row_groups`. The fields ``routed_experts`` and ``sampling_mask``
+    need SkyRL, for its ``PackedTensor``. The last token of a sequence has no route: it gets experts
     0, 1, 2, ..., as in SkyRL. Not carried: policy versions, truncation, images.
 
     Raises:

@@ -44,20 +44,7 @@ TRAIN_KEYS = {
 def to_samples(batch: PackedBatch) -> list[dict[str, Any]]:
     """Return the fields of a ``Sample`` for each sequence, as rollout functions fill them.
 
-    ================== ========= ==========================================================
-    field              type      content
-    ================== ========= ==========================================================
-    tokens             list[int] the sequence
-    response_length    int       tokens from the first generated one on; see below
-    loss_mask          list[int] of the response; 1 where generated, 0 on observations
-    rollout_log_probs  list      of the response, not shifted; 0.0 on observations
-    reward             float     sum of the rewards of the sequence's turns
-    status             str       "truncated" if its last turn was, else "completed"
-    weight_versions    list[str] policy version at the end of each turn
-    index              int       index of the sequence
-    group_index        int       index of the group
-    rollout_id         int       index of the trajectory: its sequences share it
-    ================== ========= ==========================================================
+    Keys, dtypes and shapes are those of ``docs/formats/slime.md``.
 
     ``Sample.from_dict`` reads them. Extra fields of these names are carried:
 
@@ -116,21 +103,7 @@ def to_train_data(
 ) -> dict[str, list[Any]]:
     """Return the result of ``custom_convert_samples_to_train_data_func``: a list for each key.
 
-    ==================== =========== ======================================================
-    key                  entry       content
-    ==================== =========== ======================================================
-    tokens               list[int]   a sequence
-    response_lengths     int         tokens from its first generated one on; see `to_samples`
-    rewards              float       ``rewards``, else the raw reward
-    raw_reward           float       sum of the rewards of the sequence's turns
-    truncated            int         1 if its last turn was truncated
-    sample_indices       int         index of the sequence
-    rollout_ids          int         index of the trajectory: its sequences share it
-    loss_masks           list[int]   of the response; 1 where generated, 0 on observations
-    rollout_mask_sums    int         generated tokens of all sequences of the trajectory
-    rollout_log_probs    list[float] of the response, not shifted; 0.0 on observations
-    source_names         str         source of the sequence, for slime's logs
-    ==================== =========== ======================================================
+    Keys, dtypes and shapes are those of ``docs/formats/slime.md``.
 
     Extra fields as in `to_samples`. slime makes tensors of them: tokens int64, masks int32,
     log-probabilities float32. Not carried: rewards of single turns, advantages, versions.

@@ -12,16 +12,8 @@ from trajpack.packing.rows.packed import advantages_of, at_trained, check_whole,
 def to_datum_kwargs(batch: PackedBatch, *, mask: bool = True) -> list[dict[str, Any]]:
     """Return the parts of a ``Datum`` for each sequence.
 
-    ``model_input`` is a list of the first L - 1 of L tokens; ``loss_fn_inputs`` has, on the host,
-
-    ============= ======= ======= ========================================================
-    key           dtype   shape   content at index t
-    ============= ======= ======= ========================================================
-    target_tokens int64   [L - 1] token t + 1
-    logprobs      float32 [L - 1] its log-probability when sampled, 0 where not generated
-    advantages    float32 [L - 1] its advantage, 0 where not generated
-    mask          float32 [L - 1] 1 where it was generated
-    ============= ======= ======= ========================================================
+    ``model_input`` is a list of the first L - 1 of L tokens, ``loss_fn_inputs`` a dictionary of
+    tensors on the host. Keys, dtypes and shapes are those of ``docs/formats/tinker.md``.
 
     ``mask=False`` leaves the mask out, which recipes read and remove before sending. Sequences of
     one token predict nothing and are omitted. Nothing is padded. Not carried: versions, returns,

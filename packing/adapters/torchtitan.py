@@ -30,16 +30,7 @@ def to_training_microbatch(
 ) -> dict[str, torch.Tensor]:
     """Return the keyword arguments of a ``TrainingMicrobatch``: rows of predictions.
 
-    ================== ======= ================ ================================== =======
-    key                dtype   shape            content at index t of a sequence   padding
-    ================== ======= ================ ================================== =======
-    token_ids          int64   [rows, seq_len]  token t                            pad_id
-    labels             int64   [rows, seq_len]  token t + 1                        pad_id
-    positions          int64   [rows, seq_len]  t                                  from 0
-    generator_logprobs float32 [rows, seq_len]  log-probability of token t + 1     0
-    loss_mask          bool    [rows, seq_len]  whether token t + 1 was generated  False
-    advantages         float32 [rows, seq_len]  advantage of token t + 1           0
-    ================== ======= ================ ================================== =======
+    Keys, dtypes and shapes are those of ``docs/formats/torchtitan.md``.
 
     ``rows`` is a batch or micro-batch for each row, or a single one; ``seq_len`` the longest row's
     if ``None``. torchtitan 0.3.0 has rows; its development branch joins them to
@@ -80,18 +71,8 @@ def to_training_microbatch(
 def to_training_samples(batch: PackedBatch) -> list[dict[str, Any]]:
     """Return the keyword arguments of a ``TrainingSample`` for each sequence.
 
-    All but ``rollout_id``, the trainer's number of group and member:
-
-    ================== =========== ========================================================
-    key                type        content
-    ================== =========== ========================================================
-    token_ids          list[int]   tokens of the sequence
-    loss_mask          list[bool]  True on generated tokens
-    logprobs           list[float] log-probabilities, 0.0 elsewhere
-    advantage          list[float] advantages, 0.0 elsewhere
-    min_policy_version int         lowest version that sampled one of its tokens, or 0
-    max_policy_version int         highest, or 0
-    ================== =========== ========================================================
+    Keys and types are those of ``docs/formats/torchtitan.md``, but ``rollout_id``, the trainer's
+    number of group and member.
 
     Cost: copies five tensors to the host (synchronises) and makes lists of them.
     """

@@ -48,19 +48,7 @@ def to_grpo_inputs(
 
     The prompt is everything before the first generated token, the completion the rest.
 
-    ======================== ======= ============= ============================== ============
-    key                      dtype   shape         content                        padding
-    ======================== ======= ============= ============================== ============
-    prompt_ids               int64   [B, P]        prompts, left-padded           pad_token_id
-    prompt_mask              int64   [B, P]        1 on prompts                   0
-    completion_ids           int64   [B, C]        completions, right-padded      pad_token_id
-    completion_mask          int64   [B, C]        1 on completions, all tokens   0
-    tool_mask                int64   [B, C]        1 on generated tokens          1
-    sampling_per_token_logps float32 [B, C]        log-probabilities at the       0
-                                                   token, 0 on observations
-    advantages               float32 [B, C] or [B] of the token or the sequence   0
-    num_items_in_batch       int64   []            trained tokens of all ranks
-    ======================== ======= ============= ============================== ============
+    Keys, dtypes and shapes are those of ``docs/formats/trl.md``.
 
     Not carried: versions, returns, groups, extra fields.
 
@@ -131,16 +119,7 @@ def to_async_samples(batch: PackedBatch) -> list[dict[str, Any]]:
 
     TRL's planner folds sequences with a common prefix into one row, and its collator writes it.
 
-    =============== ================ ==============================================================
-    key             type             content
-    =============== ================ ==============================================================
-    input_ids       int64 array      tokens of the sequence
-    completion_mask int64 array      1 on generated tokens
-    old_log_probs   float32 array    log-probabilities at the token, 0 where not generated
-    advantage       float            of all its generated tokens; 0.0 where there are none
-    group_id        int              number of its trajectory's group
-    metrics         dict             empty
-    =============== ================ ==============================================================
+    Keys, dtypes and shapes are those of ``docs/formats/trl.md``.
 
     Not carried: versions (the queue itself drops stale samples), returns, an advantage for each
     token: `to_async_row` has those. Advantages that differ within a sequence are a `ValueError`.
@@ -173,23 +152,7 @@ def to_async_row(
     micro-batch: sequences side by side, TRL's own row for sequences without a common prefix. For
     versions up to 1.15 see `to_flat_async_row`.
 
-    ==================================== ======= ========= ========================================
-    key                                  dtype   shape     content
-    ==================================== ======= ========= ========================================
-    input_ids, position_ids              int64   [1, T]    tokens or nodes, as in the batch
-    attention_mask                       int64   [1, T]    1, padding of a micro-batch too
-    shift_labels                         int64   [1, T]    token t + 1 if it is trained, else -100
-    tree_kv_index                        int64   [1, T]    0 to T - 1: keys to gather
-    tree_cu_seqlens_q, tree_cu_seqlens_k int32   [1, n+1]  boundaries of sequences
-    tree_max_seqlens                     int64   [1, 2]    longest sequence, of both; of a tree,
-                                                           these four are of `to_tree_kwargs`
-    token_index                          int64   [1, M]    the token before each trained one; -1
-    old_log_probs, advantages            float32 [1, M]    of the trained tokens; 0
-    segment_id                           int64   [1, M]    their sequences; 0
-    global_n_tokens                      float32 [1]       trained tokens of all ranks
-    global_n_forward_tokens              float32 [1]       T
-    mean_seq_len                         float32 [1]       T over the number of sequences
-    ==================================== ======= ========= ========================================
+    Keys, dtypes and shapes are those of ``docs/formats/trl.md``.
 
     M is the number of generated tokens of a batch, a tree or a micro-batch of trees, and T for
     another micro-batch, which does not know it; the rest is padding, which the trainer strips.
@@ -233,20 +196,7 @@ def to_async_row(
 def to_flat_async_row(batch: Packed, *, num_trained: torch.Tensor | None = None) -> dict[str, Any]:
     """Return the row that the asynchronous collator of TRL up to 1.15 writes for one rank.
 
-    ======================= ======= ====== ====================================================
-    key                     dtype   shape  content, all of it at the token
-    ======================= ======= ====== ====================================================
-    input_ids               int64   [1, T] tokens
-    attention_mask          int64   [1, T] 1
-    completion_mask         int64   [1, T] 1 on generated tokens: never on the first of a sequence
-    position_ids            int64   [1, T] from 0 in every sequence
-    old_log_probs           float32 [1, T] log-probabilities; 0 where not generated
-    advantages              float32 [1, T] advantages; 0 where not generated
-    global_n_tokens         float32 [1]    trained tokens of all ranks
-    global_n_forward_tokens float32 [1]    T; from 1.11 on
-    mean_seq_len            float32 [1]    T over the number of sequences; from 1.11 on
-    metrics                 dict           empty; up to 1.10
-    ======================= ======= ====== ====================================================
+    Keys, dtypes and shapes are those of ``docs/formats/trl.md``.
 
     The trainer itself drops the first column: a sequence's first token predicts nothing.
     ``num_trained`` as in `to_async_row`.

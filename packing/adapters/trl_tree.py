@@ -18,20 +18,10 @@ PATHS = ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")
 def to_tree_kwargs(tree: TreeNodes) -> dict[str, Any]:
     """Return the arguments of a forward pass in which layers follow a tree, by TRL's names.
 
-    TRL's attention ``"tree_fa3"`` reads the first five. The package ``tree-recurrence`` reads them
-    too, for layers with a recurrent state or a convolution: ``tree_recurrence.install(model)``.
+    TRL's attention ``"tree_fa3"`` reads the paths. The package ``tree-recurrence`` reads them too,
+    for layers with a recurrent state or a convolution: ``tree_recurrence.install(model)``.
 
-    ==================================== ===== ===== ===============================================
-    key                                  dtype shape content
-    ==================================== ===== ===== ===============================================
-    tree_kv_index                        int64 [K]   nodes from a root to the end of each segment,
-                                                     one path behind another
-    tree_cu_seqlens_q                    int32 [S+1] boundaries of the segments
-    tree_cu_seqlens_k                    int32 [S+1] boundaries of the paths
-    tree_max_seqlen_q, tree_max_seqlen_k int         longest segment, longest path
-    tree_segment_parents                 int64 [S]   segment before each, -1 at a root
-    tree_segment_depths                  int64 [S]   segments above each
-    ==================================== ===== ===== ===============================================
+    Keys, dtypes and shapes are those of ``docs/formats/trl.md``.
 
     A segment is a stretch of nodes without branches; the padding of a micro-batch is one too, a
     root. `boundary` may be either.

@@ -49,25 +49,7 @@ def to_data_proto_dict(
     and ``max_response_length``, those of the longest if ``None``. Column ``j`` of a response's
     fields belongs to its token ``j``: nothing is shifted.
 
-    =================== ======= ============ ============================== ============
-    tensor              dtype   shape        content                        padding
-    =================== ======= ============ ============================== ============
-    prompts             int64   [B, P]       before the first generated one pad_token_id
-    responses           int64   [B, R]       the rest, observations too     pad_token_id
-    response_mask       int64   [B, R]       1 where generated              0
-    input_ids           int64   [B, P + R]   prompts, responses             pad_token_id
-    attention_mask      int64   [B, P + R]   1 at tokens                    0
-    position_ids        int64   [B, P + R]   from 0                         0, last
-    rollout_log_probs   float32 [B, R]       0 where not generated          0
-    rm_scores           float32 [B, R]       rewards, by ``scores``         0
-    advantages, returns float32 [B, R]       if the batch has advantages    0
-    token_level_scores, float32 [B, R]       with advantages: rm_scores     0
-    token_level_rewards
-    routed_experts,     its     [B, P+R, …]  extra fields                   0
-    teacher_ids,        own
-    teacher_logprobs
-    other extra fields  own     [B, R, …]                                   0
-    =================== ======= ============ ============================== ============
+    Keys, dtypes and shapes are those of ``docs/formats/verl.md``.
 
     These are ``tensors``. Padding of ``position_ids`` is 0 on the left, the last position on the
     right. ``non_tensors`` are arrays of ``B``: ``uid``, the group or else the id;
@@ -121,18 +103,7 @@ def to_tensordict(batch: PackedBatch, *, scores: Place = "turns") -> Any:
     ``to_padded_tensor`` pads to the longest row. verl's ``ppo_loss`` also needs ``old_log_probs``:
     an extra field of that name or the actor's result.
 
-    ============================================= ======= =====================================
-    key                                           dtype   content
-    ============================================= ======= =====================================
-    input_ids, position_ids                       int64   of sequences; positions from 0
-    prompts, responses                            int64   their parts
-    response_mask, loss_mask                      int64   of responses; 1 where generated
-    rollout_log_probs, rm_scores                  float32 of responses
-    advantages, returns                           float32 of responses; if it has advantages
-    each extra field                              its own as in `to_data_proto_dict`
-    max_seq_len, max_response_len                 int     not a tensor
-    uid, num_turns, min/max_global_steps          list    an entry for each row, not a tensor
-    ============================================= ======= =====================================
+    Keys, dtypes and shapes are those of ``docs/formats/verl.md``.
 
     Raises:
         ValueError: As in all formats, and if the batch is empty, which no jagged tensor can be.

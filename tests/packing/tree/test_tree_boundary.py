@@ -106,28 +106,6 @@ def test_files_and_the_kernel_give_the_same_bits(trajectories, tmp_path_factory)
         assert_trees_equal(duplicated(trajectories, impl="triton"), batch)
 
 
-@pytest.mark.parametrize(
-    ("rows", "nodes"),
-    [
-        ([[1, 2, 3], [1, 2, 4]], [1, 2, 3, 2, 4]),
-        ([[1, 2], [1, 2]], [1, 2]),
-        ([[1, 2], [1, 2, 3]], [1, 2, 2, 3]),
-        ([[1, 2], [1, 3]], [1, 2, 1, 3]),
-        ([[1, 2, 3], [1, 2, 4], [1, 2, 4, 5], [1, 2]], [1, 2, 2, 3, 2, 4, 4, 5]),
-    ],
-    ids=["parts", "again", "stops", "root parts", "all"],
-)
-def test_small_trees(rows, nodes):
-    trajectories = [
-        Trajectory(str(n), [Turn(row[:1], row[1:], [-0.5] * len(row[1:]))])
-        for n, row in enumerate(rows)
-    ]
-    batch = duplicated(trajectories)
-    assert batch.input_ids.tolist() == nodes
-    assert batch.seqlens == tuple(batch.cu_seqlens.diff().tolist())
-    assert (batch.tree_parent == -1).sum() == len(batch)
-
-
 def test_advantages_and_loss_weights_are_those_of_shared_nodes():
     turns = [Turn([1, 2], [3, 4], [-0.5] * 2, 1.0), Turn([1, 2], [3, 5, 6], [-0.25] * 3)]
     trajectories = [Trajectory(str(n), [turn], "g") for n, turn in enumerate(turns)]

@@ -32,7 +32,6 @@ from trajpack import (
 )
 from trajpack.testing import assert_same_bits, trajectory_lists
 
-BOUNDARIES = st.sampled_from(["shared", "duplicate"])
 GOALS = ("micro_batches", "nodes")
 PADDED = Alignment(total_multiple=8, token_id=5)
 BOUNDARIES = st.sampled_from(["shared", "duplicate"])
@@ -87,15 +86,6 @@ def test_no_plan_needs_less(drawn, fewest):
         assert (len(plan), plan.num_nodes) == min((len(way), sum(way)) for way in ways)
     else:
         assert (plan.num_nodes, len(plan)) == min((sum(way), len(way)) for way in ways)
-
-
-@given(planned(), st.sampled_from(GOALS))
-def test_neighbours_are_parted_only_where_they_do_not_fit(drawn, fewest):
-    trajectories, capacity = drawn
-    plan = pack_tree(trajectories).plan_micro_batches(capacity, fewest)
-    rows, _ = chains_of(trajectories)
-    for one, other in itertools.pairwise(plan):
-        assert num_nodes([rows[chain] for chain in (*one, *other)]) > capacity
 
 
 def test_the_goals_differ_where_a_cheap_cut_makes_one_more():
@@ -263,27 +253,6 @@ def test_an_empty_batch_has_one_dummy():
     assert (dummy.is_dummy, dummy.num_nodes, dummy.num_entries) == (True, 1, 0)
     assert batch.merge(plan, [dummy.rollout_logprobs]).shape == (0,)
     assert [len(plan) for plan in batch.plan_ranks(2, 8)] == [1, 1]
-
-
-def test_turns_without_completions_are_in_a_micro_batch():
-    batch = pack_tree([Trajectory("a", [Turn([1, 2], [], []), Turn([3], [], [])])])
-    (one,) = batch.micro_batches(batch.plan_micro_batches(8))
-    assert (one.num_entries, one.num_trained, one.entries.sequences) == (0, 0, (0, 1))
-    assert (batch.num_trained, one.entry_node.tolist()) == (0, [])
-
-
-def test_a_node_is_trained_where_an_entry_of_the_micro_batch_lies():
-    turns = [
-        Turn([1], [2, 3], [-0.5] * 2),
-        Turn([1], [2, 4], [-0.5] * 2),
-        Turn([1, 2], [5], [-0.5]),
-    ]
-    batch = pack_tree([Trajectory("a", turns)])
-    (whole,) = batch.micro_batches(batch.plan_micro_batches(5))
-    assert (whole.num_trained, batch.num_trained, whole.num_entries) == (4, 4, 5)
-    *_, last = batch.micro_batches(batch.plan_micro_batches(3))
-    assert (last.input_ids.tolist(), last.num_trained) == ([1, 2, 5], 1)  # 2 is in its prompt
-    assert last.loss_mask.tolist() == [False, False, True]
 
 
 def test_shapes_are_fixed_for_graphs():

@@ -518,22 +518,7 @@ def test_the_check_passes_where_a_tree_is_computed(family, dtype):
     assert model.training
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "mamba2",
-        "rwkv",
-        "xlstm",
-        "cpmant",
-        "bart",
-        "mbart",
-        "pegasus",
-        "marian",
-        "plbart",
-        "blenderbot",
-        "blenderbot-small",
-    ],
-)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_models_that_would_ignore_the_tree_are_refused(family):
     config = AutoConfig.for_model(family)
     for name, value in TINY.items():

@@ -226,19 +226,6 @@ def test_an_empty_batch_shares_nothing():
     assert silent.statistics().shared_in_chains == 2
 
 
-@given(st.integers(0, 49), st.integers(1, 2**31 - 1))
-def test_a_mismatch_is_found_where_it_was_made(place, change):
-    """I11: the position is exact, and no entry is lost."""
-    turn = Turn(TASK, FIRST, [-0.5] * len(FIRST))
-    prompt = TASK + FIRST
-    prompt[place] = (prompt[place] + change) % 2**31
-    batch = pack_tree([Trajectory("a", [turn, Turn(prompt + NEW, [1], [-0.5])])])
-    [found] = batch.statistics().breaks
-    assert (found.turn, found.position) == (1, place)
-    assert (found.expected, found.came) == ((TASK + FIRST)[place], prompt[place])
-    assert batch.num_entries == len(FIRST) + 1
-
-
 @given(
     removed=st.integers(0, 60),
     added=st.integers(0, 60),

@@ -6,8 +6,7 @@ import math
 import operator
 import struct
 from array import array
-from collections.abc import Iterable, Sequence, Sized
-from itertools import islice
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -23,23 +22,9 @@ INT32 = np.dtype(np.int32)
 FLOAT32 = np.dtype(np.float32)
 PACKED = {"i": INT32, "f": FLOAT32}
 Typecode: TypeAlias = Literal["i", "f"]
-LEAST, GREATEST = np.minimum.reduce, np.maximum.reduce
-SEVERAL = (Sequence, np.ndarray, torch.Tensor)
+ARRAYS = (np.ndarray, torch.Tensor, array, memoryview)
 PIECE = 8192
 """Numbers of a list that are converted at once."""
-
-
-GONE = object()
-"""Sentinel for an entry of a list that became shorter."""
-
-
-class NotPackedError(Exception):
-    """`packed_numbers` cannot convert an entry, or the list changed while it was read."""
-
-    def __init__(self, index: int, value: Any) -> None:
-        super().__init__(index, value)
-        self.index = index
-        self.value = value
 
 
 def as_ids(name: str, values: Any) -> npt.NDArray[np.int32]:
@@ -56,24 +41,18 @@ def as_ids(name: str, values: Any) -> npt.NDArray[np.int32]:
 
 
 def narrow_ids(name: str, values: Any) -> npt.NDArray[np.int32]:
-    """Convert as `as_ids`, without the check for negative ids, which is cheaper in bulk."""
+    """Convert as `as_ids`, without the check for negative int32, which is cheaper in bulk."""
     if type(values) is np.ndarray and values.dtype is INT32 and values.ndim == 1:
         return values
     ids = _as_array(name, values, "i")
-    if ids.dtype is INT32 and ids.ndim == 1:
-        return ids
-    if ids.ndim != 1:
-        raise ValueError(f"{name} must have one dimension, got shape {list(ids.shape)}")
-    if ids.size == 0:
-        return np.empty(0, np.int32)
+    if ids.dtype is INT32 or ids.size == 0:
+        return ids.astype(np.int32, copy=False)
     if ids.dtype.kind not in "iu":
         raise TypeError(f"{name} must be integers, got {ids.dtype}")
-    if not np.can_cast(ids.dtype, np.int32):
-        ids = ids.copy()  # the caller's array may change between check and conversion
-        if not 0 <= int(np.bitwise_or.reduce(ids)) <= INT32_MAX:
-            if (low := int(ids.min())) < 0:
-                raise ValueError(f"{name} must be 0 or more, got {low} at index {ids.argmin()}")
-            raise ValueError(f"{name} must fit int32, got {ids.max()} at index {ids.argmax()}")
+    if not np.can_cast(ids.dtype, np.int32) and np.bitwise_or.reduce(ids) >> 31:
+        if (low := int(ids.min())) < 0:
+            raise ValueError(f"{name} must be 0 or more, got {low} at index {ids.argmin()}")
+        raise ValueError(f"{name} must fit int32, got {ids.max()} at index {ids.argmax()}")
     return ids.astype(np.int32, copy=False)
 
 
@@ -97,10 +76,6 @@ def narrow_logprobs(name: str, values: Any) -> npt.NDArray[np.float32]:
     if type(values) is np.ndarray and values.dtype is FLOAT32 and values.ndim == 1:
         return values
     logprobs = _as_array(name, values, "f")
-    if logprobs.dtype is FLOAT32 and logprobs.ndim == 1:
-        return logprobs
-    if logprobs.ndim != 1:
-        raise ValueError(f"{name} must have one dimension, got shape {list(logprobs.shape)}")
     if logprobs.size and logprobs.dtype.kind not in "fiu":
         raise TypeError(f"{name} must be floats, got {logprobs.dtype}")
     with np.errstate(over="ignore"):
@@ -135,13 +110,22 @@ def as_integer(name: str, value: Any) -> int:
     return number
 
 
+def is_bool(value: Any) -> bool:
+    """Tell whether a value is a bool of Python, numpy or torch, which is no number of a turn."""
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
+
+
 def shown(value: Any) -> str:
     """Return at most 100 characters of the ``repr`` of a value, for an error message."""
-    try:
-        text = repr(value)
-    except Exception:  # noqa: BLE001 - raised by a class of the caller
-        return f"a {type(value).__name__}"
+    text = repr(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def several(expected: str, values: Any) -> tuple[Any, ...]:
+    """Return the entries of an iterable; the `TypeError` for others begins with ``expected``."""
+    if not isinstance(values, Iterable):
+        raise TypeError(f"{expected}, got {type(values).__name__}")
+    return tuple(values)
 
 
 def merge_spans(
@@ -181,7 +165,8 @@ def as_version_runs(
     first = as_integer(f"{name}version_start", version_start)
     last = as_integer(f"{name}version_end", version_end)
     if spans is not None:
-        spans = [_as_span(name, span) for span in _entries(f"{name}version_spans", spans)]
+        spans = several(f"{name}version_spans must be a sequence", spans)
+        spans = [_as_span(name, span) for span in spans]
         _check_cover(name, spans, num_tokens)
     merged, first, last = merge_spans(spans, first, last)
     if not 0 <= first <= INT32_MAX or not 0 <= last <= INT32_MAX:
@@ -258,79 +243,31 @@ def _check_cover(name: str, spans: Sequence[tuple[int, int, int]], num_tokens: i
 
 
 def _as_array(name: str, values: Any, typecode: Typecode) -> npt.NDArray[Any]:
-    """Return numbers of any container as a plain numpy array of the container's length."""
-    kind = type(values)
-    if kind is not list and kind is not tuple:
-        if isinstance(values, (torch.Tensor, np.ndarray, array, memoryview)):
-            return _read_array(name, values)
-        values = _entries(name, values)
-    try:
-        return packed_numbers(values, typecode)
-    except NotPackedError as error:
-        raise not_packed(name, error, typecode) from error.__cause__
-
-
-def _read_array(name: str, values: Any) -> npt.NDArray[Any]:
-    """Return an array as a plain numpy array, without methods of subclasses.
-
-    Raises:
-        TypeError: If it cannot be read.
-        ValueError: If its ``len`` is not its number of entries.
-    """
-    if isinstance(values, np.ma.MaskedArray):
-        raise TypeError(f"{name} must not be a masked array: its mask would be lost")
-    try:
-        read = host_array(memoryview(values) if isinstance(values, array) else values)
-        told = len(values) if read.ndim == 1 else None
-    except Exception as error:  # sparse, meta, a dtype that numpy lacks
-        raise TypeError(f"{name} cannot be read as an array: {shown(error)}") from error
-    if told is not None and told != len(read):
-        raise ValueError(f"{name} changed while it was read: its length is not {told}")
-    return read
-
-
-def _entries(name: str, values: Any) -> list[Any] | tuple[Any, ...]:
-    """Return a list or a tuple itself, the entries of any other sequence, read once.
-
-    Raises:
-        TypeError: If it is no sequence, or cannot be read.
-        ValueError: If its ``len`` is not its number of entries.
-    """
-    if type(values) is list or type(values) is tuple:
-        return values
-    if isinstance(values, (str, bytes, bytearray)) or not isinstance(values, SEVERAL):
+    """Return numbers of any container as a one-dimensional numpy array."""
+    if isinstance(values, ARRAYS):
+        if isinstance(values, np.ma.MaskedArray):
+            raise TypeError(f"{name} must not be a masked array: its mask would be lost")
+        try:
+            read = host_array(values)
+        except Exception as error:  # sparse, meta, freed, a dtype that numpy lacks
+            raise TypeError(f"{name} cannot be read as an array: {shown(error)}") from error
+        if read.ndim != 1:
+            raise ValueError(f"{name} must have one dimension, got shape {list(read.shape)}")
+        return read
+    if isinstance(values, (str, bytes, bytearray)) or not isinstance(values, Sequence):
         raise TypeError(f"{name} must be an array or a sequence, got {type(values).__name__}")
+    if len(values) > INT32_MAX:
+        raise ValueError(f"{name} must have at most {INT32_MAX} entries, got {len(values)}")
+    numbers = values if isinstance(values, (list, tuple)) else list(values)
     try:
-        count = len(values)
-        entries = list(islice(iter(values), count + 1))
-    except Exception as error:
-        raise TypeError(f"{name} cannot be read as a sequence: {shown(error)}") from error
-    if len(entries) != count:
-        raise ValueError(f"{name} changed while it was read: its length is not {count}")
-    return entries
+        return packed_numbers(numbers, typecode)
+    except NUMBER_ERRORS:
+        _check_each(name, numbers, typecode)
+        raise
 
 
-def several(name: str, values: Any) -> tuple[Any, ...]:
-    """Return the entries of an iterable, read once, at most one more than its ``len``.
-
-    Raises:
-        TypeError: If it is no iterable, or cannot be read.
-        ValueError: If its ``len`` is not its number of entries.
-    """
-    if type(values) is list or type(values) is tuple:
-        return tuple(values)
-    if not isinstance(values, Iterable):
-        raise TypeError(f"{name}, got {type(values).__name__}")
-    if not isinstance(values, Sized):
-        return tuple(values)
-    try:
-        count = len(values)
-        entries = tuple(islice(iter(values), count + 1))
-    except Exception as error:
-        raise TypeError(f"{name}, got what cannot be read: {shown(error)}") from error
-    if len(entries) != count:
-        raise ValueError(f"{name}, got {len(entries)} or more entries of what has length {count}")
-    return entries
+NUMBER_ERRORS = (struct.error, TypeError, ValueError, OverflowError, RuntimeError)
+"""What `struct` and numbers raise for a wrong number in a list."""
 
 
 def packed_numbers(values: list[Any] | tuple[Any, ...], typecode: Typecode) -> npt.NDArray[Any]:
@@ -339,91 +276,35 @@ def packed_numbers(values: list[Any] | tuple[Any, ...], typecode: Typecode) -> n
     It is the fastest conversion of a list if a piece of arguments fits the cache.
 
     Raises:
-        NotPackedError: If an entry is a bool, no number, or does not fit, or if the list changes.
+        NUMBER_ERRORS: If an entry is a bool, no number, or does not fit.
     """
-    count = len(values)
-    numbers: Any = np.empty(count, PACKED[typecode])
-    for begin in range(0, count, PIECE):
-        if count <= PIECE:
-            piece, written = values, numbers
-        else:
-            piece, written = values[begin : begin + PIECE], numbers[begin : begin + PIECE]
-        try:
-            struct.pack_into(f"{len(written)}{typecode}", numbers, 4 * begin, *piece)
-            # only a 0 or a 1 can come from a bool
-            doubtful = LEAST(written) <= 1 if typecode == "i" else GREATEST(written) >= 0
-            odd = _first_bool(piece, written) if doubtful else None
-        except Exception as error:  # raised by struct or by the number
-            odd = min(_first_refused(piece, written, typecode), len(written) - 1)
-            raise NotPackedError(begin + odd, _entry(piece, odd)) from error
-        if odd is not None:
-            raise NotPackedError(begin + odd, _entry(piece, odd))
-    packed: npt.NDArray[Any] = numbers
-    return packed
+    numbers: npt.NDArray[Any] = np.empty(len(values), PACKED[typecode])
+    for begin in range(0, len(values), PIECE):
+        piece = values if len(values) <= PIECE else values[begin : begin + PIECE]
+        struct.pack_into(f"{len(piece)}{typecode}", numbers, 4 * begin, *piece)
+        written = numbers[begin : begin + PIECE]
+        if np.minimum.reduce(written) <= 1 if typecode == "i" else np.maximum.reduce(written) >= 0:
+            places = np.flatnonzero((written == 0) | (written == 1)).tolist()
+            small = [piece[place] for place in places]  # all that bools can be
+            if not set(map(type, small)) <= {int, float} and any(map(is_bool, small)):
+                raise TypeError("a bool is no number")
+    return numbers
 
 
-def not_packed(name: str, refused: NotPackedError, typecode: Typecode) -> TypeError | ValueError:
-    """Return the error for a value that does not fit a 4-byte number."""
-    kinds, bound = {
-        "i": ("integers", f"in [0, {INT32_MAX}]"),
-        "f": ("floats", "finite float32"),
+def _check_each(name: str, values: Sequence[Any], typecode: Typecode) -> None:
+    """Raise the error of the first entry that does not fit a 4-byte number."""
+    kinds, bound, method = {
+        "i": ("integers", f"in [0, {INT32_MAX}]", "__index__"),
+        "f": ("floats", "finite float32", "__float__"),
     }[typecode]
-    value = refused.value
-    if value is GONE:
-        return ValueError(f"{name} changed while it was read: it has no index {refused.index} now")
-    got = f"got {shown(value)} at index {refused.index}"
-    if is_bool(value) or not hasattr(type(value), "__index__" if typecode == "i" else "__float__"):
-        return TypeError(f"{name} must be {kinds}, {got}")
-    try:
-        [number] = struct.unpack(typecode, struct.pack(typecode, value))
-    except Exception:  # noqa: BLE001 - raised by struct or by the number
-        return ValueError(f"{name} must be {bound}, {got}")
-    if number < 0 if typecode == "i" else not math.isfinite(number):
-        return ValueError(f"{name} must be {bound}, {got}")
-    return ValueError(f"{name} changed while it was read, {got}")
-
-
-def _first_bool(piece: list[Any] | tuple[Any, ...], numbers: npt.NDArray[Any]) -> int | None:
-    """Return the index of the first bool of a list that was converted to ``numbers``."""
-    places = np.flatnonzero((numbers == 0) | (numbers == 1)).tolist()
-    if set(map(type, map(piece.__getitem__, places))) <= {int, float}:
-        return None
-    return next((place for place in places if is_bool(piece[place])), None)
-
-
-def _first_refused(
-    piece: list[Any] | tuple[Any, ...], numbers: npt.NDArray[Any], typecode: Typecode
-) -> int:
-    """Return the index of the entry that struct rejected; the numbers from there on are 0."""
-    written = np.flatnonzero(numbers.view(INT32))
-    begin = int(written[-1]) + 1 if written.size else 0
-    foreign = []
-    for index, value in enumerate(piece[begin:], begin):
+    for index, value in enumerate(values):
+        got = f"got {shown(value)} at index {index}"
+        if is_bool(value) or not hasattr(value, method):
+            raise TypeError(f"{name} must be {kinds}, {got}")
         try:
             struct.pack(typecode, value)
-        except Exception:  # noqa: BLE001 - raised by struct or by the number
-            return index
-        if type(value) not in (int, float):
-            foreign.append(index)
-    return foreign[0] if foreign else begin  # the second read succeeded
-
-
-def is_bool(value: Any) -> bool:
-    """Tell whether a value is a bool of Python, numpy or torch."""
-    if issubclass(type(value), (bool, np.bool_)):
-        return True
-    try:
-        return str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
-    except Exception:  # noqa: BLE001 - raised by a class of the caller
-        return False
-
-
-def _entry(piece: Sequence[Any], index: int) -> Any:
-    """Return an entry of a list, or `GONE` if the list became shorter."""
-    try:
-        return piece[index]
-    except IndexError:
-        return GONE
+        except NUMBER_ERRORS as error:
+            raise ValueError(f"{name} must be {bound}, {got}") from error
 
 
 def host_array(values: Any, dtype: npt.DTypeLike | None = None) -> npt.NDArray[Any]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sized
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajpack.packing.conversion import host_array, host_tensor, merge_spans, several
+from trajpack.packing.conversion import host_array, host_tensor, merge_spans
 from trajpack.packing.ragged import Ragged, flattened
 from trajpack.packing.turn_fields import TURN_FIELDS
 
@@ -39,7 +38,7 @@ def same_turns(one: Turn, other: Turn) -> bool:
 def same_values(left: Any, right: Any, dtype: npt.DTypeLike | None = None) -> bool:
     """Return whether two array-likes hold the same values, as ``dtype`` where it is given."""
     with np.errstate(over="ignore"):
-        one, other = host_array(_read_once(left), dtype), host_array(_read_once(right), dtype)
+        one, other = host_array(left, dtype), host_array(right, dtype)
         return bool(np.array_equal(one, other))
 
 
@@ -47,7 +46,7 @@ def _numbers(turn: Turn) -> tuple[Any, ...]:
     """Return the numbers of a turn, and its versions in their one form."""
     numbers = {one.attribute: one.plain(getattr(turn, one.attribute)) for one in TURN_FIELDS}
     first, last = int(numbers.pop("version_start")), int(numbers.pop("version_end"))
-    given = () if turn.version_spans is None else _read_once(turn.version_spans)
+    given = () if turn.version_spans is None else turn.version_spans
     return numbers, merge_spans([tuple(map(operator.index, span)) for span in given], first, last)
 
 
@@ -59,7 +58,7 @@ def same_rows(left: Any, right: Any) -> bool:
     try:
         if isinstance(left, Ragged) or isinstance(right, Ragged):
             raise ValueError("they are ragged")
-        one, other = host_tensor(_read_once(left)), host_tensor(_read_once(right))
+        one, other = host_tensor(left), host_tensor(right)
     except (TypeError, ValueError):  # lists of different lengths
         mine, theirs = flattened(left), flattened(right)
         return np.array_equal(mine.cu, theirs.cu) and same_rows(mine.values, theirs.values)
@@ -73,9 +72,3 @@ def same_rows(left: Any, right: Any) -> bool:
     if narrow.is_floating_point:
         one, other = (rows.to(narrow).to(torch.float64) for rows in (one, other))
     return bool(((one == other) | (one.isnan() & other.isnan())).all())
-
-
-def _read_once(values: Any) -> Any:
-    """Return an array as it is, and entries of any other container, no more than it says it has."""
-    is_plain = type(values) in {list, tuple} or hasattr(type(values), "__array__")
-    return values if is_plain or not isinstance(values, Sized) else several("values", values)

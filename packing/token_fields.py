@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 import dataclasses
 import math
 import warnings
@@ -15,7 +16,7 @@ import torch
 
 from trajpack.kernels.fields.build import FIELD_DTYPES
 from trajpack.kernels.fields.gather_fields import FieldLayout
-from trajpack.packing.conversion import host_tensor, several, shown
+from trajpack.packing.conversion import host_tensor, shown
 from trajpack.packing.ragged import Ragged, flattened
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -104,7 +105,7 @@ class TokenField:
         if type(self.generated_only) is not bool:
             got = shown(self.generated_only)
             raise TypeError(f"field {self.name!r}: generated_only must be a bool, got {got}")
-        filled = self._converted([self.fill])  # raises if it does not fit
+        filled = self._filled()
         object.__setattr__(self, "fill", filled.item())
         fill = filled.view(torch.uint8).numpy().tobytes()
         layout = FieldLayout(self.dtype, self.shape, fill, self.generated_only)
@@ -174,6 +175,14 @@ class TokenField:
             raise ValueError(f"fill must be a byte of 0 or 1, got {shown(fill)}")
         value = torch.frombuffer(raw, dtype=dtype).item()
         return cls(**{**described, "dtype": dtype, "fill": value})
+
+    def _filled(self) -> torch.Tensor:
+        """Return the fill as a tensor; raise if it does not fit the dtype."""
+        filled = self._converted([self.fill])
+        wide = filled if filled.is_complex() else filled.double()
+        if cmath.isfinite(self.fill) and not bool(wide.isfinite()):
+            raise ValueError(f"field {self.name!r}: fill must fit {self.dtype}, got {self.fill}")
+        return filled
 
     def as_rows(self, values: Any, num_rows: int) -> Rows:
         """Convert the rows of a turn: to ``[num_rows, row_bytes]`` if the field is not ragged.
@@ -247,17 +256,13 @@ def rows_of_turn(
     declared: tuple[TokenField, ...],
     given: Mapping[str, Any] | None,
     sizes: tuple[int, int],
-    *,
-    compared: bool,
 ) -> list[Rows]:
     """Convert the rows of a turn for each declared field.
 
     Args:
         declared: The fields.
-        given: Rows by name. They are read once.
+        given: Rows by name.
         sizes: Tokens of the prompt and of the completion.
-        compared: Whether rows of prompts are compared with other turns. They are copied then, so
-            that the compared rows are the stored rows.
 
     Raises:
         TypeError, ValueError: As `TokenField.as_rows`; also if a field is missing or was not
@@ -265,8 +270,7 @@ def rows_of_turn(
     """
     if given is not None and not isinstance(given, Mapping):
         raise TypeError(f"fields must be a mapping, got {type(given).__name__}")
-    names = several("fields must be a mapping", given or {})
-    rows = {} if given is None else {name: given[name] for name in names}
+    rows = dict(given or {})
     expected = {field.name for field in declared}
     if set(rows) != expected:
         got = sorted(map(str, rows))
@@ -277,8 +281,5 @@ def rows_of_turn(
     converted = list[Rows]()
     for field in declared:
         num_rows = num_completion if field.generated_only else num_prompt + num_completion
-        one = field.as_rows(rows[field.name], num_rows)
-        if compared and not field.generated_only and not isinstance(one, Ragged):
-            one = one.copy()
-        converted.append(one)
+        converted.append(field.as_rows(rows[field.name], num_rows))
     return converted

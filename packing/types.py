@@ -104,11 +104,8 @@ class Trajectory:
     __repr__ = brief_repr
 
     def __post_init__(self) -> None:
-        try:
-            turns = several("turns must be a sequence of turns", self.turns)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"trajectory {self.id!r}: {error}") from error.__cause__
-        object.__setattr__(self, "turns", turns)
+        expected = f"trajectory {self.id!r}: turns must be a sequence of turns"
+        object.__setattr__(self, "turns", several(expected, self.turns))
 
     @classmethod
     def from_messages(  # noqa: PLR0913 - columns of a data set
@@ -199,11 +196,10 @@ class Trajectory:
 
 
 def several_trajectories(values: Any) -> tuple[Trajectory, ...]:
-    """Return the trajectories of an iterable, read once; `validate_turns` checks each.
+    """Return the trajectories of an iterable; `validate_turns` checks each.
 
     Raises:
-        TypeError: If it is one trajectory, no iterable, or cannot be read.
-        ValueError: If its ``len`` is not its number of entries.
+        TypeError: If it is one trajectory, or no iterable.
     """
     expected = "expected a list of Trajectory"
     if isinstance(values, Trajectory):

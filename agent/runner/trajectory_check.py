@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajpack.packing.buffer.chains import ValidatedTurns, checked_labels, placed, take_numbers
+from trajpack.packing.buffer.chains import ValidatedTurns, checked_labels, located, take_numbers
 from trajpack.packing.conversion import as_ids, as_logprobs
 from trajpack.packing.types import Trajectory, Turn
 
@@ -83,7 +83,5 @@ def _check(trajectories: list[Any] | tuple[Any, ...]) -> None:
                 if not num_prompt:
                     raise ValueError("prompt_ids must not be empty")
                 take_numbers(ValidatedTurns(()), turn, num_prompt, ids.size)
-            if index < 0:
-                raise ValueError("must have at least one turn, got none")
         except (TypeError, ValueError) as error:
-            raise placed(error, trajectory, index) from error.__cause__
+            raise located(error, trajectory, index) from error.__cause__

@@ -192,6 +192,12 @@ class TrajectoryBuffer:
         """Number of stored trajectories."""
         return self._state.num_trajectories
 
+    def __reduce__(self) -> str:
+        raise TypeError(
+            "a buffer cannot be pickled or copied, its memory is shared between its parts; "
+            "send trajectories or packed batches"
+        )
+
     def __repr__(self) -> str:
         limit = "" if self.capacity is None else f" of {self.capacity:,}"
         return (
@@ -236,8 +242,7 @@ class TrajectoryBuffer:
                 before it by a few others, as re-tokenized text does; if one of these 4 repeats the
                 tokens before it with other rows of an extra field.
 
-        Each number is read once, and the read value is checked and stored. An array that another
-        thread writes meanwhile may raise, but an unchecked value is never stored.
+        No other thread may write the arrays meanwhile.
 
         Cost: copies the new tokens and, for a trajectory of several turns, each prompt, which is
             compared with the chain it extends, at memory speed; about 30 microseconds a call and

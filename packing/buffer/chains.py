@@ -15,15 +15,16 @@ from trajpack.packing.conversion import (
     FLOAT32_MAX,
     INT32,
     INT32_MAX,
-    NotPackedError,
+    NUMBER_ERRORS,
     Typecode,
+    as_ids,
     as_integer,
+    as_logprobs,
     as_number,
     as_version_runs,
     is_bool,
     narrow_ids,
     narrow_logprobs,
-    not_packed,
     packed_numbers,
     shown,
 )
@@ -37,7 +38,6 @@ MOST_BREAKS = 4
 """Breaks of a call that are looked at for re-tokenized text."""
 
 VersionRun = tuple[int, int, int]
-ID_FIELDS = ("prompt_ids", "completion_ids")
 _CHECKED = {"reward", "truncated", "version_start", "version_end"}
 _PLAIN_FIELDS = [one for one in TURN_FIELDS if one.attribute not in _CHECKED]
 """Numbers of a turn that `take_numbers` checks by their dtype alone."""
@@ -69,13 +69,13 @@ class ValidatedTurns:
     """Validated trajectories as columns, ready to copy into a buffer."""
 
     fields: tuple[TokenField, ...]
+    trajectories: Sequence[Trajectory] = ()
+    """The trajectories, until their numbers are copied."""
     labels: list[TrajectoryLabels] = field(default_factory=list)
     num_turns: list[int] = field(default_factory=list)
     """Turns of each trajectory."""
     chain_sizes: list[int] = field(default_factory=list)
     """Tokens of each chain."""
-    last_turns: list[int] = field(default_factory=list)
-    """Last turn of each chain."""
     ids: list[Any] = field(default_factory=list)
     """int32 arrays: prompt and completion of the last turn of each chain; the caller's arrays for a
     trajectory of one turn."""
@@ -108,63 +108,49 @@ class ValidatedTurns:
     has_lists: bool = False
     """Whether lists are among `ids` and `logprobs`, until `validate_turns` returns."""
 
-    def sizes(self, typecode: Typecode) -> list[int]:
-        """Return how many numbers each piece of `ids` (``"i"``) or `logprobs` (``"f"``) has."""
-        begin, size = self.turn_begin, self.turn_size
-        if typecode == "f":
-            return size
-        return [count for turn in self.last_turns for count in (begin[turn], size[turn])]
-
 
 def validate_turns(
     trajectories: Iterable[Trajectory], fields: tuple[TokenField, ...]
 ) -> ValidatedTurns:
-    """Convert trajectories, check everything except the ids and log-probabilities, find the chains.
+    """Convert trajectories, check everything except the stored numbers, find the chains.
 
-    `copy_numbers` checks the stored ids and log-probabilities in bulk. Each number is read from the
-    caller's arrays once, so the checked values are the stored values.
+    `copy_numbers` checks the stored ids and log-probabilities in bulk.
 
     Raises:
         TypeError: If a value is of the wrong kind.
-        ValueError: If a value is out of range, lengths disagree, there is no turn, or a sequence
-            changed while it was read. Both name the trajectory, the turn and the value.
+        ValueError: If a value is out of range, lengths disagree, or there is no turn. Both name the
+            trajectory, the turn and the value.
 
     Cost: each prompt of a trajectory of several turns is copied once and compared with the chains
     it may extend, at memory speed.
     """
-    intake = ValidatedTurns(fields, rows=[[] for _ in fields])
-    for trajectory in trajectories:
+    intake = ValidatedTurns(fields, tuple(trajectories), rows=[[] for _ in fields])
+    for trajectory in intake.trajectories:
         _take_trajectory(intake, trajectory)
     intake.num_tokens, intake.num_generated = sum(intake.chain_sizes), sum(intake.turn_size)
     if intake.has_lists:
-        intake.ids = _as_arrays(intake, "i", intake.ids)
-        intake.logprobs = _as_arrays(intake, "f", intake.logprobs)
+        try:
+            intake.ids = _as_arrays(intake.ids, "i")
+            intake.logprobs = _as_arrays(intake.logprobs, "f")
+        except NUMBER_ERRORS:
+            check_numbers(intake.trajectories)
+            raise
     return intake
 
 
 def _take_trajectory(intake: ValidatedTurns, trajectory: Trajectory) -> None:
     """Check one trajectory and append it to the columns."""
-    turn_index = -1
+    index, tips = -1, list[ChainEnd]()
     try:
         intake.labels.append(checked_labels(trajectory))
-        turns = tuple(trajectory.turns)
-        alone = len(turns) == 1
-        tips: list[ChainEnd] = []
-        for turn_index, turn in enumerate(turns):  # noqa: B007 - for the error
+        alone = len(trajectory.turns) == 1
+        for index, turn in enumerate(trajectory.turns):  # noqa: B007 - for the error
             _take_turn(intake, tips, turn, alone=alone)
-        if turn_index < 0:
-            raise ValueError("must have at least one turn, got none")
-    except MemoryError:
-        raise
     except (TypeError, ValueError) as error:
-        raise placed(error, trajectory, turn_index) from error.__cause__
-    except Exception as error:  # raised by a class of the caller
-        unread = ValueError(f"it cannot be read: {shown(error)}")
-        raise placed(unread, trajectory, turn_index) from error
-    intake.num_turns.append(turn_index + 1)
+        raise located(error, trajectory, index) from error.__cause__
+    intake.num_turns.append(len(trajectory.turns))
     for tip in tips:
         intake.chain_sizes.append(intake.turn_begin[tip.turn] + intake.turn_size[tip.turn])
-        intake.last_turns.append(tip.turn)
         ids = tip.prompt, tip.completion
         intake.ids += ids if alone else [np.frombuffer(part or b"", INT32) for part in ids]
     for number, spec in enumerate(intake.fields):
@@ -172,13 +158,21 @@ def _take_trajectory(intake: ValidatedTurns, trajectory: Trajectory) -> None:
             intake.rows[number].extend(tip.rows[number] for tip in tips)
 
 
+def located(error: Exception, trajectory: Any, turn: int) -> TypeError | ValueError:
+    """Return the error with the names of the trajectory and, unless it is -1, the turn."""
+    kind = TypeError if isinstance(error, TypeError) else ValueError
+    if not isinstance(trajectory, Trajectory):
+        return kind(str(error))
+    place = "" if turn < 0 else f", turn {turn}"
+    return kind(f"trajectory {trajectory.id!r}{place}: {error}")
+
+
 def copy_numbers(
     intake: ValidatedTurns, ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]
 ) -> None:
     """Copy the token ids and log-probabilities of ``intake`` to the stream, and check the copies.
 
-    Another thread may write the caller's arrays, so only the copies are checked. The intake
-    releases the arrays.
+    The intake releases the arrays.
 
     Args:
         intake: Result of `validate_turns`; can be copied once.
@@ -186,107 +180,48 @@ def copy_numbers(
         logprobs: ``[intake.num_generated]``.
 
     Raises:
-        ValueError: If an id is negative, a log-probability is not finite, or an array changed its
-            length. The error names trajectory and turn; ``ids`` and ``logprobs`` are undefined.
+        ValueError: If an id is negative or a log-probability is not finite. The error names
+            trajectory and turn; ``ids`` and ``logprobs`` are undefined.
     """
-    pieces = {"i": intake.ids, "f": intake.logprobs}
-    intake.ids, intake.logprobs = [], []
-    outs: dict[Typecode, npt.NDArray[Any]] = {"i": ids, "f": logprobs}
-    for typecode, out in outs.items():
-        try:
-            if pieces[typecode]:
-                np.concatenate(pieces[typecode], out=out)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"{named(intake.labels)}: an array changed while it was read"
-            ) from error
-    if ids.size and ids.min() < 0:
-        place = int((ids < 0).argmax())
-        where, index = _located(intake, "i", 0, index=place)
-        raise ValueError(f"{where} must be 0 or more, got {ids[place]} at index {index}")
+    for pieces, out in ((intake.ids, ids), (intake.logprobs, logprobs)):
+        if pieces:
+            np.concatenate(pieces, out=out)
     with np.errstate(all="ignore"):
         # a sum is cheaper than a test of each number, but may overflow if all are finite
         all_finite = np.isfinite(logprobs.sum()) or np.isfinite(logprobs).all()
-    if not all_finite:
-        place = int(np.isfinite(logprobs).argmin())
-        where, index = _located(intake, "f", 0, index=place)
-        raise ValueError(f"{where} must be finite float32, got {logprobs[place]} at index {index}")
+    if not all_finite or (ids.size and ids.min() < 0):
+        check_numbers(intake.trajectories)
+        raise ValueError(f"{named(intake.labels)}: an array changed while it was read")
+    intake.trajectories, intake.ids, intake.logprobs = (), [], []
 
 
-def _as_arrays(intake: ValidatedTurns, typecode: Typecode, pieces: Sequence[Any]) -> list[Any]:
-    """Convert the lists among ``pieces`` to arrays; consecutive tiny lists are converted together.
+def check_numbers(trajectories: Sequence[Trajectory]) -> None:
+    """Raise the error of the first turn with a wrong number, which checks in bulk do not name."""
+    for trajectory in trajectories:
+        for index, turn in enumerate(trajectory.turns):
+            try:
+                as_ids("prompt_ids", turn.prompt_ids)
+                as_ids("completion_ids", turn.completion_ids)
+                as_logprobs("completion_logprobs", turn.completion_logprobs)
+            except (TypeError, ValueError) as error:
+                raise located(error, trajectory, index) from error.__cause__
 
-    Raises:
-        TypeError: If an entry of a list is no number.
-        ValueError: If a number does not fit, or the length of a piece changed after its check.
-    """
+
+def _as_arrays(pieces: Sequence[Any], typecode: Typecode) -> list[Any]:
+    """Convert the lists among ``pieces``; consecutive tiny lists are converted together."""
     arrays: list[Any] = []
-    joined: list[Any] = []  # the `total` numbers of the pieces from `first` on
-    first = total = 0
-    for number, (piece, size) in enumerate(zip(pieces, intake.sizes(typecode), strict=True)):
-        if type(piece) is list and size < TINY:
+    joined: list[Any] = []
+    for piece in pieces:
+        if type(piece) is list and len(piece) < TINY:
             joined += piece
-            total += size
-            if len(joined) != total:
-                raise _changed(intake, typecode, number)
             continue
         if joined:
-            arrays.append(_packed(intake, typecode, first, numbers=joined))
+            arrays.append(packed_numbers(joined, typecode))
             joined = []
-        first, total = number + 1, 0
-        is_list = type(piece) is list
-        arrays.append(_packed(intake, typecode, number, numbers=piece) if is_list else piece)
-        if len(arrays[-1]) != size:
-            raise _changed(intake, typecode, number)
+        arrays.append(packed_numbers(piece, typecode) if type(piece) is list else piece)
     if joined:
-        arrays.append(_packed(intake, typecode, first, numbers=joined))
+        arrays.append(packed_numbers(joined, typecode))
     return arrays
-
-
-def _packed(
-    intake: ValidatedTurns, typecode: Typecode, piece: int, *, numbers: list[Any]
-) -> npt.NDArray[Any]:
-    """Convert numbers; ``piece`` is the first piece they come from."""
-    try:
-        return packed_numbers(numbers, typecode)
-    except NotPackedError as error:
-        where, index = _located(intake, typecode, piece, index=error.index)
-        refused = NotPackedError(index, error.value)
-        raise not_packed(where, refused, typecode) from error.__cause__
-
-
-def _changed(intake: ValidatedTurns, typecode: Typecode, piece: int) -> ValueError:
-    """Return the error for a piece whose length changed after its check."""
-    if typecode == "f":
-        turn, name = piece, "completion_logprobs"
-    else:
-        turn, name = intake.last_turns[piece // 2], ID_FIELDS[piece % 2]
-    return ValueError(f"{labelled(intake, turn)}: {name} changed while it was read")
-
-
-def _located(
-    intake: ValidatedTurns, typecode: Typecode, piece: int, *, index: int
-) -> tuple[str, int]:
-    """Return trajectory, turn and field of a number as text, and its index in that field.
-
-    ``index`` counts from the beginning of ``piece``, a piece of `ValidatedTurns.ids` (``"i"``) or
-    `ValidatedTurns.logprobs` (``"f"``).
-    """
-    sizes = intake.sizes(typecode)
-    while index >= sizes[piece]:
-        index -= sizes[piece]
-        piece += 1
-    if typecode == "f":
-        return f"{labelled(intake, piece)}: completion_logprobs", index
-    chain = piece // 2
-    place = index + piece % 2 * intake.turn_begin[intake.last_turns[chain]]
-    for turn, of in enumerate(intake.turn_chain):  # the first turn with the token
-        begin = intake.turn_begin[turn]
-        if of == chain and place < begin + intake.turn_size[turn]:
-            break
-    is_completion = place >= begin
-    name = f"{labelled(intake, turn)}: {ID_FIELDS[is_completion]}"
-    return name, place - begin if is_completion else place
 
 
 def labelled(intake: ValidatedTurns, turn: int) -> str:
@@ -298,21 +233,8 @@ def labelled(intake: ValidatedTurns, turn: int) -> str:
     return f"trajectory {intake.labels[trajectory].id!r}, turn {turn}"
 
 
-def placed(error: Exception, trajectory: Any, index: int) -> TypeError | ValueError:
-    """Return the error with the names of the trajectory and the turn."""
-    kind = TypeError if isinstance(error, TypeError) else ValueError
-    try:
-        name = str.__str__(trajectory.id) if isinstance(trajectory, Trajectory) else None
-    except Exception:  # noqa: BLE001 - no str
-        name = None
-    if name is None:
-        return kind(str(error))
-    turn = f", turn {index}" if index >= 0 else ""
-    return kind(f"trajectory {name!r}{turn}: {error}")
-
-
 def checked_labels(trajectory: Trajectory) -> TrajectoryLabels:
-    """Check the fields of a trajectory except its turns."""
+    """Check the fields of a trajectory except its turns, which must be one or more."""
     if not isinstance(trajectory, Trajectory):
         raise TypeError(f"expected a Trajectory, got {type(trajectory).__name__}")
     name, group = trajectory.id, trajectory.group
@@ -320,10 +242,8 @@ def checked_labels(trajectory: Trajectory) -> TrajectoryLabels:
         raise TypeError(f"trajectory id must be a str, got {shown(name)}")
     if group is not None and not isinstance(group, str):
         raise TypeError(f"group must be a str or None, got {shown(group)}")
-    if type(name) is not str:
-        name = str.__str__(name)  # a plain str, not the subclass
-    if group is not None and type(group) is not str:
-        group = str.__str__(group)
+    if not trajectory.turns:
+        raise ValueError("must have at least one turn, got none")
     task_id, birth_time_ms = trajectory.task_id, trajectory.birth_time_ms
     if task_id is not None:
         task_id = as_integer("task_id", task_id)
@@ -356,9 +276,8 @@ def _take_turn(intake: ValidatedTurns, tips: list[ChainEnd], turn: Turn, *, alon
         completion = narrow_ids("completion_ids", completion)
         logprobs = narrow_logprobs("completion_logprobs", logprobs)
     begin, size = len(prompt), len(completion)
-    if not alone:  # the compared values must be the stored values
+    if not alone:  # bytes are compared fastest
         prompt, completion = prompt.tobytes(), completion.tobytes()
-        begin, size = len(prompt) // INT32.itemsize, len(completion) // INT32.itemsize
     if begin == 0:
         raise ValueError("prompt_ids must not be empty")
     if len(logprobs) != size:
@@ -369,7 +288,7 @@ def _take_turn(intake: ValidatedTurns, tips: list[ChainEnd], turn: Turn, *, alon
     rows: Sequence[Rows] = ()
     given = turn.fields
     if intake.fields or given:
-        rows = rows_of_turn(intake.fields, given, (begin, size), compared=not alone)
+        rows = rows_of_turn(intake.fields, given, (begin, size))
     tip = ChainEnd(prompt, completion, rows, len(intake.turn_size))
     take_numbers(intake, turn, begin, size)
     chain = _longest_prefix(tips, tip, intake.fields) if tips else None

@@ -97,12 +97,6 @@ class Staging:
         self._spare: HostRegion | None = None
         self._captured: list[HostRegion] = []
 
-    def __reduce__(self) -> str:
-        raise TypeError(
-            "a buffer cannot be pickled or copied, its memory is shared between its parts; "
-            "send trajectories or packed batches"
-        )
-
     def reserve(
         self, num_words: int, num_rows: int, words_used: int
     ) -> Mapping[str, npt.NDArray[Any]]:

@@ -56,10 +56,11 @@ def filled(num_trajectories, device="meta"):
 
 
 def calls_of(work):
-    """Functions called by Python while ``work`` runs, how often."""
+    """Functions of the product called while ``work`` runs, how often; meta kernels are torch's."""
     profile = cProfile.Profile()
     profile.runcall(work)
-    return sorted((str(entry.code), entry.callcount) for entry in profile.getstats())
+    counts = ((str(entry.code), entry.callcount) for entry in profile.getstats())
+    return sorted((code, count) for code, count in counts if "/trajpack/" in code)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -69,7 +70,7 @@ def test_the_host_does_the_same_for_a_pack_of_any_size(layout):
         buffer.pack(layout)
     few, many = (calls_of(lambda b=buffer: b.pack(layout)) for buffer in (small, large))
     assert few == many
-    assert sum(count for _, count in few) < 600
+    assert 0 < sum(count for _, count in few) < 300
 
 
 def test_a_host_that_does_more_for_more_would_be_noticed():
@@ -126,9 +127,7 @@ def test_a_buffer_is_neither_copied_nor_pickled():
     buffer = filled(3, "cpu")
     for copying in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="send trajectories or packed batches"):
-            copying(buffer._staging)
-    with pytest.raises(TypeError, match="send trajectories or packed batches"):
-        pickle.dumps(buffer)
+            copying(buffer)
 
 
 def test_an_interrupted_change_of_layout_leaves_the_buffer_whole(monkeypatch):

@@ -44,12 +44,10 @@ from trajpack.agent.runner.policy import BackOff, RetryPolicy, RolloutPolicy
 from trajpack.agent.runner.runner import EpisodeResult, RolloutRunner
 from trajpack.packing.buffer.buffer import TrajectoryBuffer
 from trajpack.packing.trajectory_log.log import TrajectoryLog
-from trajpack.packing.trajectory_log.options import LogOptions
 
 MAX_EPISODES = 20_000_000
 EPISODES_OF_A_LOG = 2000
 TRAJECTORIES_OF_A_BATCH = 256
-LOG = LogOptions(segment_episodes=500, flush_seconds=1.0)
 
 
 class Ledger(RolloutObserver):
@@ -183,7 +181,7 @@ class Soak:
     def _next_log(self) -> TrajectoryLog:
         self._number += 1
         self._num_in_log = 0
-        return TrajectoryLog.open(self._log_folder(), options=LOG)
+        return TrajectoryLog.open(self._log_folder(), flush_episodes=500, flush_seconds=1.0)
 
     def _log_folder(self) -> Path:
         return self.folder / f"log-{self._number}"

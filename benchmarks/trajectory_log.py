@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from trajpack import Trajectory, Turn
-from trajpack.packing import LogOptions, TrajectoryLog
+from trajpack.packing import TrajectoryLog
 
 NUM_TURNS = 4
 NUM_DIFFERENT = 500
@@ -63,7 +63,7 @@ def read_on(folder: Path, until: Any) -> None:
 
 def append(folder: Path, made: list[list[Trajectory]], count: int, flush_every: int) -> None:
     calls, flushes = 0.0, []
-    with TrajectoryLog.open(folder, options=LogOptions(segment_episodes=flush_every)) as log:
+    with TrajectoryLog.open(folder, flush_episodes=flush_every + 1) as log:
         for number in range(count):
             begin = time.perf_counter()
             log.append(f"question-{number}@0", made[number % len(made)])

@@ -29,15 +29,8 @@ from trajpack.packing.plan.plan import Plan as Plan, plan_micro_batches as plan_
 from trajpack.packing.plan.ranks import plan_ranks as plan_ranks
 from trajpack.packing.report.page import write_report as write_report
 from trajpack.packing.token_fields import TokenField as TokenField
-from trajpack.packing.trajectory_log.log import (
-    LoggedEpisode as LoggedEpisode,
-    TrajectoryLog as TrajectoryLog,
-)
-from trajpack.packing.trajectory_log.options import (
-    DamagedLogError as DamagedLogError,
-    LogInUseError as LogInUseError,
-    LogOptions as LogOptions,
-)
+from trajpack.packing.trajectory_log.log import TrajectoryLog as TrajectoryLog
+from trajpack.packing.trajectory_log.records import DamagedLogError as DamagedLogError
 from trajpack.packing.tree.micro_batches import TreeMicroBatch as TreeMicroBatch
 from trajpack.packing.tree.pack_tree import pack_tree as pack_tree
 from trajpack.packing.tree.tree_batch import TreeBatch as TreeBatch

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -18,8 +20,9 @@ from trajpack.agent.rollout.rollout import Rollout
 from trajpack.agent.runner.results import EpisodeResult
 from trajpack.packing.durable_files import write_durably
 from trajpack.packing.trajectory_log.log import TrajectoryLog
-from trajpack.packing.trajectory_log.options import DamagedLogError, LogInUseError, LogOptions
+from trajpack.packing.trajectory_log.records import DamagedLogError
 
+_LOGGER = logging.getLogger(__name__)
 _SCHEMA_VERSION = 1
 
 
@@ -37,8 +40,8 @@ class RolloutLog:
     def __init__(self, folder: Path, prepared: Rollout) -> None:
         self.folder = folder
         try:
-            self._log = TrajectoryLog.open(folder, options=LogOptions(flush_seconds=2.0))
-        except (ImportError, LogInUseError, ValueError) as error:
+            self._log = TrajectoryLog.open(folder, flush_seconds=2.0)
+        except ValueError as error:
             raise SetupError(str(error)) from error
         except OSError as error:
             raise SetupError(f"cannot write {folder}: {error.strerror or error}") from error
@@ -54,9 +57,18 @@ class RolloutLog:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Make all records durable, and close the log; a SetupError if that is impossible."""
+        """Make all records durable, and close the log; a SetupError if that is impossible.
+
+        A reader that holds the file, as one that was stopped by Ctrl-Z, is waited for.
+        """
         with self._writing():
-            self._log.close()
+            while True:
+                try:
+                    return self._log.close()
+                except OSError as error:
+                    if error.errno != errno.EBUSY:
+                        raise
+                    _LOGGER.warning("waiting for a reader of %s to end, to write it", self.folder)
 
     def record(self, result: EpisodeResult) -> None:
         """Append the result of an episode, unless it was cancelled; a SetupError if impossible."""
@@ -87,7 +99,7 @@ class RolloutLog:
     def _writing(self) -> Iterator[None]:
         try:
             yield
-        except (DamagedLogError, OSError, RuntimeError) as error:
+        except (DamagedLogError, OSError) as error:
             reason = getattr(error, "strerror", "") or error
             raise SetupError(f"cannot write {self.folder}: {reason}") from error
 

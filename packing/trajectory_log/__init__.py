@@ -1,5 +1,5 @@
 """`TrajectoryLog`: finished episodes in one SQLite file.
 
-Flushed episodes are durable, readers may run beside the writer, and episodes of a damaged file can
-be salvaged. `parquet` exports Parquet, and reads logs of an earlier release.
+Flushed episodes are durable, readers may run beside the writer, and a row of the file never
+changes.
 """

@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import threading
+import time
 import warnings
-import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from trajpack.packing.buffer.buffer import TrajectoryBuffer
 from trajpack.packing.buffer.trajectory_arrays import TrajectoryArrays
-from trajpack.packing.durable_files import LockTakenError, WriterLock, make_folder
+from trajpack.packing.conversion import as_integer, as_number, several
+from trajpack.packing.durable_files import make_folder
 from trajpack.packing.representation import brief_repr
 from trajpack.packing.token_fields import TokenField, check_fields
-from trajpack.packing.trajectory_log.database import LOG, Entry, LogFile
-from trajpack.packing.trajectory_log.options import DamagedLogError, LogInUseError, LogOptions
-from trajpack.packing.trajectory_log.parquet import MANIFEST, OldLog, write_parquet
-from trajpack.packing.trajectory_log.records import Record, encoded
-from trajpack.packing.trajectory_log.salvage import salvage
-from trajpack.packing.trajectory_log.writer import EpisodeIndex, LogWriter
+from trajpack.packing.trajectory_log.database import LOCK, LOG, LogFile, Row, locked
+from trajpack.packing.trajectory_log.parquet import write_parquet
+from trajpack.packing.trajectory_log.records import DamagedLogError, Record, decoded_text, encoded
 from trajpack.packing.types import Trajectory
 
-LOCK = "writer.lock"
+if TYPE_CHECKING:
+    import sqlite3
+
+_FLUSH_BYTES = 16 << 20
+"""Pending bytes after which `TrajectoryLog.append` flushes."""
+_APPEND_WAIT_S = 1.0
+"""Seconds that `TrajectoryLog.append` waits for readers, at most."""
+_MAX_ERROR_CHARS = 2000
+"""Characters kept of an episode's error."""
 _FILLED_AT_ONCE = 256
 """Episodes added to a buffer in one call: one each takes longer, all take much memory."""
 Mode: TypeAlias = Literal["append", "read"]
+Damaged: TypeAlias = Literal["raise", "skip"]
 
 
 @dataclass(frozen=True)
@@ -55,10 +64,10 @@ class TrajectoryLog:
 
     An episode is in the log once: one that succeeded stays as it is, one that failed may be
     appended again. One SQLite file holds each token once, and gives trajectories back bit for
-    bit. `flush` makes appended episodes durable, and so does a thread at the limits of
-    `LogOptions`: a process that is killed, or a machine that loses power, loses at most the
-    episodes that were not flushed. Methods may be called from any thread; a signal handler may
-    raise inside any of them, or use the log that it interrupts.
+    bit. `append` keeps an episode in memory; `flush` makes it durable, and so does `append` itself
+    at limits of episodes and seconds. A process that is killed, or a machine that loses power,
+    loses at most the episodes that were not flushed. Methods may be called from any thread of the
+    process that opened the log.
 
     Made by `open`.
 
@@ -77,16 +86,29 @@ class TrajectoryLog:
         [None, 'timed out']
     """
 
-    def __init__(self, file: LogFile, options: LogOptions, lock: WriterLock | None = None) -> None:
+    def __init__(
+        self,
+        file: LogFile,
+        lock: sqlite3.Connection | None,
+        *,
+        damaged: Damaged,
+        flush_episodes: int,
+        flush_seconds: float,
+    ) -> None:
         self._file = file
         self._folder = file.path.parent
-        self._options = options
-        self._index = EpisodeIndex(file, options.damaged)
+        self._lock = lock
+        self._flush_episodes = flush_episodes
+        self._flush_seconds = flush_seconds
+        self._process = os.getpid()
         self._is_closed = False
-        self._writer: LogWriter | None = None
-        if lock is not None:
-            self._writer = LogWriter(file, self._index, lock, options=options)
-            weakref.finalize(self, self._writer.close)  # at exit, at the latest
+        self._writing = threading.RLock()
+        self._guard = threading.RLock()
+        self._next = file.next_number
+        self._pending: dict[int, tuple[Row, bytes]] = {}
+        self._due = time.monotonic() + flush_seconds
+        self._failure: Exception | None = None
+        self._index = _index_of(file, damaged)
         self.fields = file.fields
         """Extra per-token fields of every turn."""
 
@@ -97,81 +119,64 @@ class TrajectoryLog:
         *,
         mode: Mode = "append",
         fields: Sequence[TokenField] | None = None,
-        options: LogOptions | None = None,
+        damaged: Damaged = "raise",
+        flush_episodes: int = 1024,
+        flush_seconds: float = 5.0,
     ) -> TrajectoryLog:
         """Open the log in ``folder``.
 
         Args:
             folder: Folder of the log, created if missing with ``mode="append"``. A relative path
                 is resolved now.
-            mode: ``"append"``: as the only writer; a log that an earlier release wrote as Parquet
-                segments is converted, and its files stay. ``"read"``: as one of many readers of
-                the durable episodes; a writer may append meanwhile.
+            mode: ``"append"``: as the only writer. ``"read"``: as one of many readers of the
+                episodes that are durable now; a writer may append meanwhile.
             fields: Extra fields of every turn; must be those of an existing log. ``None`` takes
                 these, or none for a new log.
-            options: Limits of a transaction, and treatment of damage.
+            damaged: ``"raise"`` raises `DamagedLogError` when a damaged episode is read.
+                ``"skip"`` reads all episodes now, warns of each that is damaged or missing, and
+                goes on as if it had never been logged.
+            flush_episodes: `append` flushes when so many episodes are pending (or 16 MiB).
+            flush_seconds: `append` flushes when the last flush was so many seconds ago.
 
         Raises:
             FileNotFoundError: If there is no log to read.
-            LogInUseError: If another writer has the log open.
             DamagedLogError: If the log is damaged; contents of episodes are read and checked by
                 `replay`.
-            ValueError: If ``fields`` are not those of the log, the folder holds other files, a
-                later release wrote the log, an earlier one wrote it and ``mode`` is ``"read"``,
-                or ``mode`` is unknown.
-            OSError: If the folder cannot be read or written.
-            ImportError: If a log is to be converted and pyarrow, the extra ``[log]``, is missing.
-
-        Cost: reads about 60 bytes an episode, and takes about 5 µs for each. With
-            ``LogOptions(damaged="skip")`` it reads and checks all of the log.
+            TypeError: If a limit is no number.
+            ValueError: If ``fields`` are not those of the log, the folder of a new log holds other
+                files, a limit is not positive, or ``mode`` or ``damaged`` is unknown.
+            OSError: If another writer has the log open (``EBUSY``), or the folder cannot be read
+                or written.
         """
+        for name, value, choices in (
+            ("mode", mode, ("append", "read")),
+            ("damaged", damaged, ("raise", "skip")),
+        ):
+            if value not in choices:
+                raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}")
+        if as_integer("flush_episodes", flush_episodes) < 1:
+            raise ValueError(f"flush_episodes must be at least 1, got {flush_episodes}")
+        if not as_number("flush_seconds", flush_seconds) > 0:
+            raise ValueError(f"flush_seconds must be more than 0, got {flush_seconds}")
         place = Path(os.path.abspath(folder))
-        chosen = LogOptions() if options is None else options
         declared = None if fields is None else check_fields(fields)
-        if mode == "read":
-            if not os.path.lexists(place / LOG):
-                raise _missing(place)
-            return cls(_checked(LogFile(place / LOG), declared), chosen)
-        if mode != "append":
-            raise ValueError(f"mode must be 'append' or 'read', got {mode!r}")
-        lock = _locked(place)
+        if mode == "read" and not os.path.lexists(place / LOG):
+            raise FileNotFoundError(f"{place} holds no trajectory log: it has no {LOG}")
+        lock = None if mode == "read" else _writable(place, declared or ())
         try:
-            if not os.path.lexists(place / LOG):
-                _create(place, declared or (), chosen)
-            file = LogFile(place / LOG, to_append=True)
-            return cls(_checked(file, declared), chosen, lock)
+            file = LogFile(place / LOG, to_append=mode == "append")
+            _check_fields_of(file, declared)
+            return cls(
+                file,
+                lock,
+                damaged=damaged,
+                flush_episodes=flush_episodes,
+                flush_seconds=flush_seconds,
+            )
         except BaseException:
-            lock.close()
+            if lock is not None:
+                lock.close()
             raise
-
-    @classmethod
-    def salvage(
-        cls,
-        damaged: str | os.PathLike[str],
-        folder: str | os.PathLike[str],
-        *,
-        fields: Sequence[TokenField] | None = None,
-    ) -> None:
-        """Write a new log with all whole episodes of a log whose file is damaged.
-
-        Args:
-            damaged: Folder of the damaged log, which is only read.
-            folder: Folder of the new log, new or empty.
-            fields: Extra fields of the log, if its file does not say them any more.
-
-        Raises:
-            DamagedLogError: If ``fields`` is ``None`` and the file does not say them.
-            LogInUseError, OSError, ValueError: As `open`, for ``folder``.
-
-        Warns:
-            UserWarning: For each episode of which the file has a part.
-
-        Cost: reads the file once, and the new one.
-        """
-        source, place = Path(os.path.abspath(damaged)) / LOG, Path(os.path.abspath(folder))
-        with closing(_locked(place)):
-            _check_empty(place)
-            salvage(source, place / LOG, fields)
 
     def __enter__(self) -> TrajectoryLog:
         return self
@@ -184,9 +189,13 @@ class TrajectoryLog:
     ) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        with suppress(Exception):  # also where `__init__` has failed
+            self.close()
+
     def __len__(self) -> int:
         """Number of episodes, failed ones included."""
-        return self._index.num_episodes
+        return len(self._index)
 
     def __contains__(self, episode: object) -> bool:
         """Return whether an episode is in the log, durable or not, failed or not."""
@@ -201,132 +210,153 @@ class TrajectoryLog:
     @property
     def finished(self) -> frozenset[str]:
         """Names of the episodes that succeeded. A copy; ``name in log`` looks one up."""
-        return self._index.names(failed=False)
+        return frozenset(name for name, row in self._rows() if not row.failed)
 
     @property
     def failed(self) -> frozenset[str]:
         """Names of the episodes that failed, and were not appended again since. A copy."""
-        return self._index.names(failed=True)
+        return frozenset(name for name, row in self._rows() if row.failed)
 
     @property
     def episodes(self) -> frozenset[str]:
         """Names of all episodes, durable or not, failed or not. A copy."""
-        return self.failed | self.finished  # the order in which an episode may change
+        return frozenset(name for name, _ in self._rows())
 
     @property
     def num_trajectories(self) -> int:
         """Number of trajectories, durable or not."""
-        return self._index.num_trajectories
+        return sum(row.num_trajectories for _, row in self._rows())
 
     @property
     def num_turns(self) -> int:
         """Number of turns, durable or not."""
-        return self._index.num_turns
+        return sum(row.num_turns for _, row in self._rows())
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens, each counted once, however many turns repeat it."""
-        return self._index.num_tokens
+        return sum(row.num_tokens for _, row in self._rows())
 
     @property
     def num_pending(self) -> int:
-        """Number of episodes that are not durable yet."""
-        return len(self._index.pending)
+        """Number of records that are not durable yet."""
+        return len(self._pending)
 
     def append(
         self, episode: str, trajectories: Sequence[Trajectory], *, error: str | None = None
     ) -> None:
-        """Check and append an episode; `flush`, or a limit of `LogOptions`, makes it durable.
+        """Check and append an episode; `flush` makes it durable.
+
+        It flushes, too, when ``flush_episodes`` or 16 MiB are pending, or the last flush was
+        ``flush_seconds`` ago.
 
         Args:
             episode: Name; any text, never used as a path.
             trajectories: Trajectories of the episode; empty if it failed. They are copied.
-            error: Reason of a failure; cut off after `LogOptions.max_error_chars`.
+            error: Reason of a failure; cut off after 2,000 characters.
 
         Raises:
             TypeError: If a value is of the wrong kind.
             ValueError: If the episode has succeeded before, if it failed and has trajectories, if
-                a buffer with the log's fields would refuse one, or if the log is closed or
-                opened for reading.
-            OSError: If earlier episodes could not be written, as on a full disk. They are kept
-                and tried again; this one is not kept.
-
-        Cost: that of `TrajectoryBuffer.extend`; no disk access. Waits for the disk above
-            `LogOptions.max_pending_bytes`.
+                a buffer with the log's fields would refuse one, or if the log is closed, opened
+                for reading or by another process.
+            DamagedLogError, OSError: If earlier episodes could not be written, as on a full disk.
+                They are kept and tried again; this one is not kept. A reader that holds the file
+                is no such error.
         """
-        writer = self._opened_writer()
+        self._check_writable()
         if not isinstance(episode, str):
             raise TypeError(f"episode must be a str, got {type(episode).__name__}")
-        if error is not None:
-            if not isinstance(error, str):
-                raise TypeError(f"error must be a str or None, got {type(error).__name__}")
-            error = error[: self._options.max_error_chars]
-        name = str.__str__(episode)  # also of a subclass that overrides methods
-        given = list(trajectories)
-        if error is not None and given:
+        if error is not None and not isinstance(error, str):
+            raise TypeError(f"error must be a str or None, got {type(error).__name__}")
+        expected = f"episode {episode!r}: trajectories must be a sequence of Trajectory"
+        taken = several(expected, trajectories)
+        if error is not None and taken:
             raise ValueError(
-                f"episode {name!r} failed, but comes with {len(given)} trajectories; expected none"
+                f"episode {episode!r} failed, but comes with {len(taken)} trajectories; "
+                "expected none"
             )
-        record = Record(name, error, TrajectoryArrays.of(given, self.fields))
-        content = encoded(record)
-        writer.append(name, Entry.of(record, content), content)
+        reason = None if error is None else error[:_MAX_ERROR_CHARS]
+        record = Record(episode, reason, TrajectoryArrays.of(taken, self.fields))
+        content, row = encoded(record), Row.of(0, record)
+        if self._failure is not None and getattr(self._failure, "errno", None) != errno.EBUSY:
+            self.flush()
+        with self._guard:
+            self._check_writable()
+            before = self._index.get(episode)
+            if before is not None and not before.failed:
+                raise ValueError(f"episode {episode!r} is in the log already")
+            row = row._replace(number=self._next)
+            self._pending[self._next] = (row, content)
+            self._next += 1
+            self._index[episode] = row
+            size = sum(len(content) for _, content in self._pending.values())
+            is_full = len(self._pending) >= self._flush_episodes or size >= _FLUSH_BYTES
+        if (is_full and self._failure is None) or time.monotonic() >= self._due:
+            with suppress(OSError, DamagedLogError):  # the next call raises it
+                self._write(_APPEND_WAIT_S)
 
     def flush(self) -> None:
-        """Make all episodes that were appended before the call durable.
+        """Make all episodes that were appended before the call durable, in one transaction.
 
         On an event loop, call it in a thread: ``await asyncio.to_thread(log.flush)``.
 
         Raises:
-            OSError: If they cannot be written, or the log is no longer at its path. Nothing is
-                lost: pending episodes are kept, and are tried again.
-            LogInUseError: If another writer has the log, since its lock was removed or replaced.
+            OSError: If they cannot be written: the disk is full, the log is no longer at its path,
+                or a reader has held it for a minute (``EBUSY``). Nothing is lost: pending
+                episodes are kept, and are tried again.
             DamagedLogError: If the file is damaged; it is left as it is.
-            ValueError: If the log is closed or opened for reading.
-
-        Cost: writes pending episodes, in transactions with five synchronisations of the disk
-            each. Other threads may append meanwhile.
+            ValueError: If the log is closed, opened for reading or by another process.
         """
-        self._opened_writer().flush()
+        self._check_writable()
+        self._write()
 
     def close(self) -> None:
         """Flush, and release the log for another writer. Closing twice does nothing.
 
         Raises:
-            OSError: If pending episodes cannot be written. They are lost, and the log is closed.
+            DamagedLogError, OSError: As `flush`. The log is still open then, with all pending
+                episodes, and may be closed again.
         """
-        self._is_closed = True
-        if self._writer is not None:
-            self._writer.close()
+        if self._process != os.getpid():
+            return
+        with self._writing:
+            while not self._is_closed:
+                self._write()
+                with self._guard:
+                    self._is_closed = not self._pending
+            if self._lock is not None:
+                self._lock.close()
 
     def replay(self) -> Iterator[LoggedEpisode]:
-        """Yield the episodes that are durable now, each once, in the order they were appended.
+        """Yield the episodes that were durable when the log was opened, and those flushed since.
 
-        Of an episode that failed and was appended again, the last record is yielded, in its
-        place. Values equal those of a `TrajectoryBuffer.pack` and `PackedBatch.unpack`.
+        Each is yielded once, in the order in which they were appended. Of an episode that failed
+        and was appended again, only the last record is yielded, in its place. Episodes that
+        another process has appended since `open` are not yielded. Values equal those of a
+        `TrajectoryBuffer.pack` and `PackedBatch.unpack`; arrays are views of one piece of memory
+        per episode.
 
         Raises:
-            DamagedLogError: If an episode is damaged; with ``damaged="skip"`` a `UserWarning`
-                says so, and it is as if it had never been logged.
-            OSError: If the file cannot be read, or is another one.
-
-        Cost: reads and holds some megabytes at a time. A writer waits for milliseconds at most.
-            Arrays are views of one piece of memory per episode.
+            DamagedLogError: If an episode is damaged.
+            OSError: If the file cannot be read.
+            ValueError: If another process opened the log.
         """
         for name, error, arrays in self._records():
             yield LoggedEpisode(name, tuple(arrays.trajectories()), error)
 
     def fill(self, buffer: TrajectoryBuffer) -> int:
-        """Add the trajectories of all durable episodes to a buffer, in the order of `replay`.
+        """Add the trajectories of all episodes that `replay` yields to a buffer, in its order.
 
         The buffer then holds the same bits as if it had been given the originals. Returns the
         number of added trajectories.
 
         Raises:
             DamagedLogError, OSError: As `replay`.
-            ValueError: If the buffer's fields are not the log's, before anything is added, or
-                if it is full: then it holds the first episodes that fit.
+            ValueError: As `replay`, if the buffer's fields are not the log's, before anything is
+                added, or if it is full: then it holds the first episodes that fit.
         """
-        _checked(self._file, buffer.fields)
+        _check_fields_of(self._file, buffer.fields)
         before, records = len(buffer), self._records()
         while some := list(islice(records, _FILLED_AT_ONCE)):
             buffer.extend([one for record in some for one in record.arrays.trajectories()])
@@ -342,88 +372,101 @@ class TrajectoryLog:
         Raises:
             DamagedLogError, OSError: As `replay`, or if the file cannot be written.
             ImportError: If pyarrow is missing: the extra ``[log]``.
-            ValueError: If ``compression_level`` is out of range.
-
-        Cost: memory for some megabytes of episodes; about 200 ns a token.
+            ValueError: As `replay`, or if ``compression_level`` is out of range.
         """
         write_parquet(Path(path), self._records(), self.fields, compression_level=compression_level)
 
+    def _rows(self) -> list[tuple[str, Row]]:
+        with self._guard:
+            return list(self._index.items())
+
     def _records(self) -> Iterator[Record]:
         """Yield the episodes that count and are durable now."""
-        num_rows, counting = self._index.counting()
-        for entries, _ in self._file.entries(self._file.start, num_rows):
-            for entry, record in self._file.records(e for e in entries if e.number in counting):
-                if isinstance(record, Record):
-                    yield record
-                elif self._options.damaged == "raise":
-                    raise record
-                else:
-                    self._index.lose(entry)
-                    warnings.warn(f"1 episode skipped: {record}", stacklevel=3)
+        self._check_process()
+        rows = sorted(row for _, row in self._rows() if row.number not in self._pending)
+        for _, record in self._file.records(rows):
+            if isinstance(record, DamagedLogError):
+                raise record
+            yield record
 
-    def _opened_writer(self) -> LogWriter:
-        if self._is_closed:
-            raise self._index.closed_error()
-        if self._writer is None:
-            raise ValueError(f"log {self._folder} is opened for reading")
-        if not self._writer.is_ours:
+    def _write(self, wait_s: float | None = None) -> None:
+        """Write what is pending in one transaction; after an error it is pending as before."""
+        with self._writing:
+            with self._guard:
+                batch = list(self._pending.values())
+            try:
+                if batch:
+                    self._file.append(batch, wait_s)
+                self._failure = None
+            except Exception as error:
+                self._failure = error
+                raise
+            finally:
+                self._due = time.monotonic() + self._flush_seconds
+            with self._guard:
+                for row, _ in batch:
+                    del self._pending[row.number]
+
+    def _check_process(self) -> None:
+        if self._process != os.getpid():
             raise ValueError(f"log {self._folder} belongs to the process that opened it")
-        return self._writer
+
+    def _check_writable(self) -> None:
+        self._check_process()
+        if self._is_closed:
+            raise ValueError(f"log {self._folder} is closed")
+        if self._lock is None:
+            raise ValueError(f"log {self._folder} is opened for reading")
 
 
-def _locked(folder: Path) -> WriterLock:
-    """Create a folder if missing, and lock it."""
+def _writable(folder: Path, fields: Sequence[TokenField]) -> sqlite3.Connection:
+    """Return the writer's lock of a folder, after a log was begun there if it has none."""
     make_folder(folder)
+    lock = locked(folder)
     try:
-        return WriterLock(folder / LOCK)
-    except LockTakenError as error:
-        raise LogInUseError(
-            f"log {folder} has a writer already: {error}; a log has one at a time"
-        ) from None
+        if not os.path.lexists(folder / LOG):
+            foreign = sorted(set(os.listdir(folder)) - {LOCK, f"{LOG}.tmp"})
+            if foreign:
+                raise ValueError(
+                    f"{folder} is neither empty nor a trajectory log: it has no {LOG}, "
+                    f"but holds {foreign[0]!r}"
+                )
+            LogFile.create(folder / LOG, fields)
+    except BaseException:
+        lock.close()
+        raise
+    return lock
 
 
-def _checked(file: LogFile, fields: Sequence[TokenField] | None) -> LogFile:
-    """Return a log file if these are its fields; ``None`` stands for any."""
+def _index_of(file: LogFile, damaged: Damaged) -> dict[str, Row]:
+    """Return the last row of each episode; no failure takes the place of a success."""
+    rows, faults = file.rows, [] if file.fault is None else [file.fault]
+    if damaged == "skip":
+        rows = []
+        for row, found in file.records(file.rows):
+            if isinstance(found, Record):
+                rows.append(row)
+            else:
+                faults.append(found)
+        for fault in faults:
+            warnings.warn(f"skipped: {fault}", stacklevel=4)
+    elif faults:
+        raise faults[0]
+    index: dict[str, Row] = {}
+    for row in rows:
+        name = decoded_text(row.name)
+        if not (row.failed and name in index and not index[name].failed):
+            index[name] = row
+    return index
+
+
+def _check_fields_of(file: LogFile, fields: Sequence[TokenField] | None) -> None:
+    """Raise a `ValueError` unless these are a log's fields; ``None`` stands for any."""
     if fields is not None and [one.as_json() for one in fields] != [
         one.as_json() for one in file.fields
     ]:
-        given, begun_with = ([field.name for field in some] for some in (fields, file.fields))
+        wanted, begun_with = ([field.name for field in some] for some in (fields, file.fields))
         raise ValueError(
-            f"log {file.path.parent} was begun with fields {begun_with}, got {given}; names, "
+            f"log {file.path.parent} was begun with fields {begun_with}, got {wanted}; names, "
             "dtypes, shapes, fills and order must be the same"
-        )
-    return file
-
-
-def _missing(folder: Path) -> Exception:
-    """Return the error of a folder without a log of this form."""
-    if (folder / MANIFEST).exists():
-        return ValueError(
-            f"{folder} holds a log in the form of an earlier release; "
-            f"TrajectoryLog.open({str(folder)!r}).close() converts it"
-        )
-    return FileNotFoundError(f"{folder} holds no trajectory log: it has no {LOG}")
-
-
-def _create(folder: Path, fields: Sequence[TokenField], options: LogOptions) -> None:
-    """Write a new log, or convert one of the old form."""
-    if (folder / MANIFEST).exists() and not os.path.lexists(folder / f"{LOG}-journal"):
-        old = OldLog(folder, options.damaged)
-        LogFile.create(folder / LOG, old.fields, old.records())
-    else:
-        _check_empty(folder)
-        LogFile.create(folder / LOG, fields)
-
-
-def _check_empty(folder: Path) -> None:
-    """Raise unless a log can begin in a folder."""
-    if os.path.lexists(folder / f"{LOG}-journal"):
-        raise DamagedLogError(
-            f"{folder / LOG} is missing, but {LOG}-journal is there; without it a new log begins"
-        )
-    foreign = sorted(set(os.listdir(folder)) - {LOCK, f"{LOG}.tmp"})
-    if foreign:
-        raise ValueError(
-            f"{folder} is neither empty nor a trajectory log: it has no {LOG}, "
-            f"but holds {foreign[0]!r}"
         )

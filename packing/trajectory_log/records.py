@@ -10,16 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trajpack.packing.buffer.chains import TrajectoryLabels
-from trajpack.packing.buffer.trajectory_arrays import (
-    FIRST_FLOATS,
-    FIRST_INTEGERS,
-    FLOATS,
-    INTEGERS,
-    TrajectoryArrays,
-    widened,
-)
+from trajpack.packing.buffer.trajectory_arrays import FLOATS, INTEGERS, TrajectoryArrays
 from trajpack.packing.token_fields import TokenField
-from trajpack.packing.trajectory_log.options import DamagedLogError
 
 COLUMNS: dict[str, np.dtype[Any]] = {
     name: np.dtype(kind)
@@ -43,6 +35,10 @@ RECORD_MARK = b"tpe1"
 """First bytes of a record."""
 
 
+class DamagedLogError(ValueError):
+    """Bytes of a log's file changed or are missing."""
+
+
 class Record(NamedTuple):
     """An episode in the form of the log."""
 
@@ -60,9 +56,6 @@ def encoded(record: Record) -> bytes:
     texts = [record.episode, record.error]
     for one in arrays.labels:
         texts += (one.id, one.group)
-    num_chars = sum(len(text) for text in texts if text is not None)
-    if num_chars > MAX_EPISODE_BYTES:  # before that much memory is allocated
-        raise _too_large(record.episode, num_chars)
     raw = [None if text is None else encoded_text(text) for text in texts]
     columns = {
         "texts": np.frombuffer(b"".join(text for text in raw if text is not None), np.uint8),
@@ -84,7 +77,10 @@ def encoded(record: Record) -> bytes:
     sizes = [one.nbytes for one in values]
     num_bytes = _header_size(len(sizes)) + sum(map(_padded, sizes))
     if num_bytes > MAX_EPISODE_BYTES:
-        raise _too_large(record.episode, num_bytes)
+        raise ValueError(
+            f"episode {record.episode!r} needs {num_bytes:,} bytes with its ids and groups, a log "
+            f"takes at most {MAX_EPISODE_BYTES:,} an episode"
+        )
     parts: list[Any] = [np.array(sizes, "<u4").tobytes(), b"\0" * (-4 * len(sizes) % 8)]
     for value, size in zip(values, sizes, strict=True):
         parts += (value.data if size else b"", b"\0" * (-size % 8))
@@ -120,14 +116,13 @@ def decoded(content: bytes, fields: tuple[TokenField, ...]) -> Record:
     try:
         episode, error, *texts = _texts(raw.tobytes(), text_sizes.tolist())
         trajectories = table.reshape(-1, 5)
-        num_turns = sum(trajectories[:, 0].tolist())
         arrays = TrajectoryArrays(
             labels=_labels(trajectories.tolist(), texts, discounts.tolist()),
             num_turns=trajectories[:, 0],
             chain_sizes=chains,
             tokens=ids,
-            turns=widened(turns, num_turns, INTEGERS, len(FIRST_INTEGERS)),
-            numbers=widened(numbers, num_turns, FLOATS, len(FIRST_FLOATS)),
+            turns=turns.reshape(-1, len(INTEGERS)),
+            numbers=numbers.reshape(-1, len(FLOATS)),
             spans=spans.reshape(-1, 3),
             logprobs=logprobs,
             token_fields=fields,
@@ -135,17 +130,12 @@ def decoded(content: bytes, fields: tuple[TokenField, ...]) -> Record:
         )
         if episode is None:
             raise ValueError("it has no name")
-        return checked(Record(episode, error, arrays))
+        if error is not None and arrays.labels:
+            raise ValueError("a failed episode has trajectories")
+        arrays.check()
+        return Record(episode, error, arrays)
     except (TypeError, ValueError) as fault:
         raise DamagedLogError(str(fault)) from fault
-
-
-def checked(record: Record) -> Record:
-    """Return a record if a buffer would take its trajectories, else raise a `ValueError`."""
-    if record.error is not None and record.arrays.labels:
-        raise ValueError("a failed episode has trajectories")
-    record.arrays.check()
-    return record
 
 
 def encoded_text(text: str) -> bytes:
@@ -165,13 +155,6 @@ def _padded(size: int) -> int:
 def _header_size(num_columns: int) -> int:
     """Return the number of bytes before the first column: mark, checksum, and columns' sizes."""
     return 8 + _padded(4 * num_columns)
-
-
-def _too_large(episode: str, num_bytes: int) -> ValueError:
-    return ValueError(
-        f"episode {episode!r} needs {num_bytes:,} bytes with its ids and groups, a log takes at "
-        f"most {MAX_EPISODE_BYTES:,} an episode"
-    )
 
 
 def _optional(value: int | None) -> tuple[int, int]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
-import shutil
 import signal
 import subprocess
 import time
@@ -65,6 +65,15 @@ def logged(folder: Path) -> dict[str, list[tuple[list[int], list[int], list[floa
         }
 
 
+def writer_of(folder: Path) -> int:
+    """Return the id of the process that has the log in a folder open to append."""
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if descriptor.readlink() == folder / "writer.lock":
+                return int(descriptor.parts[2])
+    raise AssertionError("no process writes the log")
+
+
 def test_a_rollout_that_was_killed_goes_on_without_doing_anything_twice(
     tmp_path: Path, warm_programs: WarmPrograms
 ) -> None:
@@ -87,7 +96,7 @@ def test_a_rollout_that_was_killed_goes_on_without_doing_anything_twice(
         with urlopen(url[1]) as page:
             served = page.read().decode()
         # not the child, which stands between: it ends when the program has
-        os.kill(int((folder / "writer.lock").read_text()), signal.SIGKILL)
+        os.kill(writer_of(folder), signal.SIGKILL)
     assert float(re.search(r"^trajpack_turns_total (\S+)$", served, re.M)[1]) > 0  # type: ignore[index]
     before = logged(folder)
     assert 0 < len(before) < 120
@@ -191,7 +200,7 @@ def test_a_log_that_cannot_be_used_is_refused_in_one_line(
     rollout = ["rollout", *SMALL, "--out", tmp_path / "batch.safetensors", "--log"]
     folder = tmp_path / "log"
     with RolloutLog(folder, prepared):
-        assert "has a writer already" in refusal(*rollout, folder)
+        assert "another writer has the log open" in refusal(*rollout, folder)
     (folder / "rollout.json").write_text("[")
     assert "rollout.json is not what a rollout wrote" in refusal(*rollout, folder)
     (folder / "rollout.json").write_text("[]")
@@ -206,7 +215,7 @@ def test_a_log_that_cannot_be_used_is_refused_in_one_line(
     (tmp_path / "file").touch()
     assert "cannot write" in refusal(*rollout, tmp_path / "file")
     assert "holds no trajectory log" in refusal("replay", tmp_path / "nowhere")
-    for content in (b"", b"x" * 100_000, (folder / "log.sqlite").read_bytes()[:-1]):
+    for content in (b"", b"x" * 100_000, (folder / "log.sqlite").read_bytes()[:20_000]):
         (folder / "log.sqlite").write_bytes(content)
         assert "log.sqlite is damaged" in refusal("replay", folder)
         assert "log.sqlite is damaged" in refusal(*rollout, folder)
@@ -240,14 +249,3 @@ def test_a_damaged_log_is_refused_in_one_escaped_line(tmp_path: Path) -> None:
     assert "log.sqlite is damaged: episode" in said
     assert "\x1b" not in said
     assert len(said.splitlines()) == 1
-
-
-def test_a_log_of_an_earlier_release_is_named_by_replay_and_converted_by_its_next_writer(
-    tmp_path: Path,
-) -> None:
-    folder = tmp_path / "log"
-    shutil.copytree(Path(__file__).parents[1] / "packing" / "trajectory_log" / "old_log", folder)
-    assert "converts it" in refusal("replay", folder)
-    pytest.importorskip("pyarrow")
-    TrajectoryLog.open(folder).close()
-    assert "6, 1 of them failed" in call("replay", folder).stdout

@@ -41,12 +41,6 @@ with TrajectoryLog.open(folder / "new") as log:
     log.flush()
     log.export_parquet(folder / "log.parquet")
 table = parquet.read_table(folder / "log.parquet")
-with TrajectoryLog.open(folder / "log") as log:
-    rows = {one.name: torch.zeros(2 if one.generated_only else 4, *one.shape) for one in log.fields}
-    log.append("new", [trajpack.Trajectory("a", [replace(TURN, fields=rows)])])
-    log.flush()
-    logged = [one for one in log.replay() if one.episode in ("b", "new")]
-    of_old_log = of_turns(path for one in logged for path in one.trajectories)
 tensors = {
     "prompt_ids": torch.tensor([1, 2]),
     "completion_ids": torch.tensor([3, 4]),
@@ -59,7 +53,6 @@ forms = {
     "saved file": of_batch(trajpack.PackedBatch.load(folder / "batch")),
     "unpacked": of_turns(batch.unpack()),
     "log": of_log(folder / "new"),
-    "log of an earlier release": of_old_log,
     "Parquet": {name: table[f"turn_{name}"].to_pylist()[0] for name in new},
     "Ray payload": of_turns(pickle.loads(pickle.dumps(TrajectoryArrays.of(GIVEN))).trajectories()),
     "equality": {name: replace(TURN) == TURN != replace(TURN, **{name: 1}) for name in new},

@@ -18,6 +18,7 @@ import torch
 import trajpack
 from trajpack import agent
 from trajpack.packing.ragged import Ragged
+from trajpack.packing.trajectory_log.log import LoggedEpisode
 
 ROOT = Path(__file__).parents[2]
 LAYERS = ["agent", "kernels", "packing"]
@@ -195,7 +196,7 @@ LARGE = [
     agent.ValueCase(LONG, IDS),
     agent.Tool("t", LONG, {"properties": {LONG: {"type": "string"}}}, len),
     Ragged(torch.tensor(IDS), torch.tensor(IDS)),
-    trajpack.LoggedEpisode("e", (TRAJECTORY,) * 50, LONG),
+    LoggedEpisode("e", (TRAJECTORY,) * 50, LONG),
     trajpack.plan_micro_batches(IDS, capacity=5000),
     trajpack.plan_ranks(IDS, capacity=5000, num_ranks=2),
     agent.RolloutPolicy(),

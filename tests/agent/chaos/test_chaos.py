@@ -32,7 +32,6 @@ from tests.agent.chaos.faults import FaultyEngine, FaultyEnvironment
 from trajpack.agent.runner.runner import EpisodeResult, RolloutRunner
 from trajpack.packing.buffer.buffer import TrajectoryBuffer
 from trajpack.packing.trajectory_log.log import TrajectoryLog
-from trajpack.packing.trajectory_log.options import LogOptions
 from trajpack.testing import assert_batches_equal
 
 PAGE = Path(__file__).parents[3] / "docs" / "rollouts.md"
@@ -120,7 +119,7 @@ def test_nothing_is_lost_and_nothing_is_doubled(tmp_path: Path, capsys: Any) -> 
         error = None if result.error is None else str(result.error)
         log.append(result.qid, result.trajectories, error=error)
 
-    with TrajectoryLog.open(tmp_path, options=LogOptions(segment_episodes=300)) as log:
+    with TrajectoryLog.open(tmp_path, flush_episodes=300) as log:
         run_skipping(roll_out(plan, account, NUM_EPISODES, take))
     with capsys.disabled():
         sys.stdout.write(f"\n\n{figures(account)}\n")

@@ -1,7 +1,6 @@
 """Builders and assertions of the log's tests."""
 
 import os
-import threading
 from contextlib import suppress
 from functools import cache
 
@@ -10,11 +9,10 @@ import numpy as np
 from tests.packing.trajectory_log.sqlite_calls import SQLiteCalls
 from trajpack import TrajectoryBuffer, Turn, pack
 from trajpack.packing.trajectory_log.log import TrajectoryLog
-from trajpack.packing.trajectory_log.options import LogOptions
 from trajpack.testing import assert_batches_equal, random_trajectory
 
-BY_HAND = LogOptions(flush_seconds=3600)
-"""Nothing is written until it is asked for."""
+NEVER = 1e9
+"""Seconds until a log flushes by itself."""
 
 
 @cache
@@ -25,17 +23,26 @@ def episode(number):
     return random_trajectory(rng, name, num_turns=2, prompt=(1, 9), completion=(1, 30))
 
 
-def write(folder, *groups_of_numbers, options=BY_HAND, fields=None):
-    """Append episodes, a segment for each group of numbers."""
-    with TrajectoryLog.open(folder, options=options, fields=fields) as log:
+def begin(folder, **options):
+    """Open a log to append, which is flushed by hand unless ``options`` say otherwise."""
+    return TrajectoryLog.open(folder, **{"flush_seconds": NEVER} | options)
+
+
+def append(log, *numbers):
+    for number in numbers:
+        log.append(f"e{number}", [episode(number)])
+
+
+def write(folder, *groups_of_numbers, **options):
+    """Append episodes, a transaction for each group of numbers."""
+    with begin(folder, **options) as log:
         for numbers in groups_of_numbers:
-            for number in numbers:
-                log.append(f"e{number}", [episode(number)])
+            append(log, *numbers)
             log.flush()
 
 
 def read(folder, **options):
-    with TrajectoryLog.open(folder, mode="read", options=LogOptions(**options)) as log:
+    with TrajectoryLog.open(folder, mode="read", **options) as log:
         return list(log.replay())
 
 
@@ -49,24 +56,15 @@ def assert_holds(folder, numbers=None):
         buffer = TrajectoryBuffer("cpu")
         assert log.fill(buffer) == len(buffer)
         expected = range(len(log)) if numbers is None else list(numbers)
-    assert [one.episode for one in replayed] == [f"e{number}" for number in expected]
+    assert [logged.episode for logged in replayed] == [f"e{number}" for number in expected]
     originals = pack([episode(number) for number in expected], device="cpu")
     assert_batches_equal(buffer.pack(), originals)
-    assert [len(one.trajectories) for one in replayed] == [1] * len(replayed)
+    assert [len(logged.trajectories) for logged in replayed] == [1] * len(replayed)
     return len(replayed)
 
 
 def turn(prompt=(1, 2), completion=(3,), **changes):
     return Turn(list(prompt), list(completion), [-0.5] * len(completion), **changes)
-
-
-def wait_until(condition):
-    pause = threading.Event()
-    for _ in range(2000):
-        if condition():
-            return
-        pause.wait(0.005)
-    raise AssertionError("it never came true")
 
 
 def in_a_fork(work, *values):
@@ -85,5 +83,5 @@ def die_in_a_transaction(folder, trajectories):
     """Kill this process when the file of a log is half written."""
     writes = iter(range(100))
     SQLiteCalls(lambda name: "die" if "write" in name and next(writes) == 13 else None)
-    with TrajectoryLog.open(folder, options=BY_HAND) as log:
+    with begin(folder) as log:
         log.append("e9", trajectories)

@@ -11,10 +11,8 @@ import random
 import signal
 import sys
 
-from tests.packing.trajectory_log.log_cases import episode
+from tests.packing.trajectory_log.log_cases import append, begin, episode
 from tests.packing.trajectory_log.sqlite_calls import SQLiteCalls
-from trajpack.packing.trajectory_log.log import TrajectoryLog
-from trajpack.packing.trajectory_log.options import LogOptions
 
 STEPS = ("fsync", "replace", "open", "unlink")
 
@@ -52,11 +50,10 @@ def write(folder, seed, step=None, tear=False, episodes=10_000, linger=False):
     rng = random.Random(seed)
     if step is not None:
         die_before(step, tear)
-    options = LogOptions(segment_episodes=rng.choice([2, 5, 1000]), flush_seconds=3600)
-    with TrajectoryLog.open(folder, options=options) as log:
+    with begin(folder, flush_episodes=rng.choice([2, 5, 1000])) as log:
         say("opened", len(log))
         for number in range(len(log), episodes):
-            log.append(f"e{number}", [episode(number)])
+            append(log, number)
             if rng.random() < 0.3:
                 log.flush()
                 say("flushed", len(log))

@@ -9,13 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from tests.packing.trajectory_log.log_cases import read, turn
+from tests.packing.trajectory_log.log_cases import begin, read, turn
 from trajpack import TokenField, Trajectory, TrajectoryBuffer, Turn
-from trajpack.packing.buffer.trajectory_arrays import FIRST_INTEGERS, TrajectoryArrays
-from trajpack.packing.trajectory_log.database import LogFile
+from trajpack.packing.buffer.trajectory_arrays import INTEGERS, TrajectoryArrays
+from trajpack.packing.trajectory_log import log as trajectory_log
 from trajpack.packing.trajectory_log.log import TrajectoryLog
-from trajpack.packing.trajectory_log.options import DamagedLogError
-from trajpack.packing.trajectory_log.records import COLUMNS, Record, decoded, encoded
+from trajpack.packing.trajectory_log.records import (
+    COLUMNS,
+    DamagedLogError,
+    Record,
+    decoded,
+    encoded,
+)
 from trajpack.packing.types import VersionSpan
 
 FIELDS = (TokenField("v", torch.float32), TokenField("b", torch.bool, generated_only=False))
@@ -66,7 +71,7 @@ TURNS = [(0, 3, 2, 0, 0, 1, 2), (0, 6, 1, 0, 1, 1, 0), (1, 1, 1, 0, 0, 0, 0)]
 def with_turn(number, **changes):
     turns = [list(one) for one in TURNS]
     for name, value in changes.items():
-        turns[number][FIRST_INTEGERS.index(name)] = value
+        turns[number][INTEGERS.index(name)] = value
     return turns
 
 
@@ -188,18 +193,17 @@ def test_any_record_with_a_right_checksum_is_refused_or_taken_by_a_buffer(record
 def test_an_impossible_episode_with_a_right_checksum_is_named(
     tmp_path, monkeypatch, record, changes
 ):
-    wrong = changed(record, **changes)
-    monkeypatch.setattr(LogFile, "entries", lambda *_: ())
-    monkeypatch.setattr(LogFile, "check_end", lambda *_: None)
-    good = record._replace(episode="good")
-    LogFile.create(tmp_path / "log.sqlite", FIELDS, [good, wrong])
+    wrong = encoded(changed(record, **changes))
+    monkeypatch.setattr(trajectory_log, "encoded", lambda _: wrong)
+    with begin(tmp_path, fields=FIELDS) as log:
+        log.append("name", TRAJECTORIES)
     monkeypatch.undo()
     with pytest.raises(DamagedLogError, match=r"log\.sqlite is damaged: episode 'name'"):
         read(tmp_path)
     with TrajectoryLog.open(tmp_path) as log, pytest.raises(DamagedLogError, match="'name'"):
         log.fill(TrajectoryBuffer("cpu", fields=FIELDS))
-    with pytest.warns(UserWarning, match="1 episode skipped: .*'name'"):
-        assert [one.episode for one in read(tmp_path, damaged="skip")] == ["good"]
+    with pytest.warns(UserWarning, match="skipped: .*'name'"):
+        assert read(tmp_path, damaged="skip") == []
 
 
 @pytest.mark.parametrize("shape", ["turns", "trajectories", "version spans"])

@@ -100,6 +100,12 @@ hub-kernels: environment ## Write the kernels to build/hub, in the layout of Hug
 	rm -rf build/hub
 	$(BIN)/python .ci/hub_kernels.py build/hub
 
+# tests that run programs in bubblewrap are skipped where it cannot be had
+.PHONY: bubblewrap
+bubblewrap: ## Install bubblewrap for the tests, where this user may and apt-get has it
+	@command -v bwrap >/dev/null || { apt-get update && apt-get install -y bubblewrap; } >/dev/null 2>&1 \
+		|| echo "trajpack: no bubblewrap could be installed: its tests are skipped"
+
 # four workers also on two cores, since some tests wait for other processes
 WORKERS ?= 4
 

@@ -19,11 +19,10 @@ from trajpack.agent.engines.transformers_engine import TransformersEngine as Tra
 from trajpack.agent.environments.code import (
     CodeEnvironment as CodeEnvironment,
     CodeProblem as CodeProblem,
-    InputCase as InputCase,
-    ValueCase as ValueCase,
 )
 from trajpack.agent.environments.gymnasium import GymnasiumEnvironment as GymnasiumEnvironment
 from trajpack.agent.environments.math_verify import MathVerifyEnvironment as MathVerifyEnvironment
+from trajpack.agent.environments.program_runner import BubblewrapRunner as BubblewrapRunner
 from trajpack.agent.environments.questions import (
     ExactAnswerEnvironment as ExactAnswerEnvironment,
     Question as Question,
@@ -69,7 +68,6 @@ from trajpack.agent.runner.runner import (
     Progress as Progress,
     RolloutRunner as RolloutRunner,
 )
-from trajpack.agent.sandbox.sandbox import Sandbox as Sandbox, SandboxLimits as SandboxLimits
 from trajpack.agent.seeding import derive_seed as derive_seed
 from trajpack.agent.servers.options import (
     RetryLimits as RetryLimits,

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.slow import slow
+from trajpack.agent.errors import SetupError
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = runpy.run_path(str(ROOT / "docs" / "site" / "blocks.py"))
@@ -58,6 +59,7 @@ def test_each_python_block_of_a_page_runs_alone(page, tmp_path, monkeypatch):
     parser, runner = doctest.DocTestParser(), doctest.DocTestRunner()
     blocks = BLOCKS["blocks"](BLOCKS["texts_of"](page.read_text()))
     assert blocks
+    missing = ""
     for block in blocks:
         names = {"__name__": "page"}
         exec(compile(block.setup, str(page), "exec"), names)
@@ -65,9 +67,15 @@ def test_each_python_block_of_a_page_runs_alone(page, tmp_path, monkeypatch):
             example = parser.get_doctest(block.text, names, page.name, str(page), 0)
             example.globs = names
             runner.run(example, clear_globs=False)
-        else:
+            continue
+        try:
             exec(compile(block.text, str(page), "exec"), names)
+        except SetupError as error:
+            missing = str(error)
+            assert "bubblewrap" in missing
     assert not runner.failures
+    if missing:
+        pytest.skip(missing)
 
 
 @pytest.mark.parametrize(

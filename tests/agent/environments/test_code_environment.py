@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import shutil
 from collections.abc import Coroutine
-from decimal import Decimal
-from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -12,23 +10,17 @@ import pytest
 from trajpack.agent.environments.code import (
     CodeEnvironment,
     CodeProblem,
-    InputCase,
-    ValueCase,
+    canonical,
     last_code_block,
 )
-from trajpack.agent.sandbox.launcher import canonical
-from trajpack.agent.sandbox.sandbox import SandboxError, SandboxLimits
+from trajpack.agent.errors import SetupError
 
-DOUBLE = CodeProblem("double", [InputCase("2\n", "4\n"), InputCase("21\n", "42")])
+DOUBLE = CodeProblem("double", [("2\n", "4\n"), ("21\n", "42")])
 ADD = CodeProblem(
     "add",
-    [
-        ValueCase.from_assert("assert add(2, 3) == 5"),
-        ValueCase.from_assert("assert add(0, 0) == 0"),
-    ],
+    asserts=["assert add(2, 3) == 5", "assert add(0, 0) == 0"],
     setup="import math",
 )
-LIMITS = SandboxLimits(cpu_s=1, wall_s=20.0, output_bytes=1000)
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -39,10 +31,21 @@ def fenced(code: str) -> str:
     return f"Here it is:\n```python\n{code}\n```\nDone."
 
 
+async def run_plainly(program: str, stdin: str) -> tuple[str, str]:
+    """Run one of our own programs, with our own rights."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        *("python3", "-I", "-c", program), stdin=pipe, stdout=pipe, stderr=pipe
+    )
+    output, _ = await process.communicate(stdin.encode())
+    return "crashed" if process.returncode else "exited", output.decode()
+
+
 async def judge(
     problem: CodeProblem, *codes: str, **options: Any
 ) -> tuple[list[bool], dict[str, Any]]:
-    async with CodeEnvironment([problem], limits=LIMITS, **options) as environment:
+    options = {"run_program": run_plainly} | options
+    async with CodeEnvironment([problem], **options) as environment:
         action = (f"{problem.id}@0", [fenced(code) for code in codes])
         observation, rewards, terminated, truncated, info = await environment.step(action)
         assert (observation, terminated, truncated) == (None, True, False)
@@ -57,18 +60,21 @@ def test_a_program_is_right_that_passes_every_case() -> None:
 
 
 def test_values_are_compared_and_prints_do_not_matter() -> None:
-    right = "print('5')\ndef add(a, b):\n    return math.fsum([a, b])"
+    right = (
+        "print('5')\nif __name__ == '__main__': input()\ndef add(a, b): return math.fsum([a, b])"
+    )
     rewards, info = run(judge(ADD, right, "def add(a, b): return print(5)", "add = 5"))
     assert rewards == [True, False, False]
     assert info["outcomes"][1:] == [["wrong", "wrong"], ["crashed", "crashed"]]
 
 
-def test_limits_that_were_hit_are_named_and_the_rest_need_not_run() -> None:
-    codes = ["print('4' * 9999)", "x = bytearray(1 << 40)", "1/0"]
-    rewards, info = run(judge(DOUBLE, *codes, stop_at_failure=True))
-    assert rewards == [False] * 3
-    firsts = ["output_limit", "memory_limit", "crashed"]
-    assert info["outcomes"] == [[first, "not_run"] for first in firsts]
+def test_failures_are_named_and_the_rest_need_not_run() -> None:
+    async def fail(program: str, stdin: str) -> tuple[str, str]:
+        return "memory_limit", "4"
+
+    rewards, info = run(judge(DOUBLE, "print(4)", run_program=fail, stop_at_failure=True))
+    assert rewards == [False]
+    assert info["outcomes"] == [["memory_limit", "not_run"]]
 
 
 CHEATS = [
@@ -81,13 +87,13 @@ CHEATS = [
     # looks for what is expected, in all that it can reach
     "import gc, sys\n"
     "def secret():\n"
-    "    frame, seen = sys._getframe(), []\n"
+    "    frame, seen = sys._getframe(), sys.orig_argv\n"
     "    while frame:\n"
     "        seen += [repr(frame.f_locals), repr(frame.f_globals)]\n"
     "        frame = frame.f_back\n"
     "    seen += [repr(found) for found in gc.get_objects() if type(found) in (dict, tuple)]\n"
-    "    wanted = ''.join(reversed('123456789'))\n"
-    "    return int(wanted) if any(wanted in text for text in seen) else None",
+    "    wanted = [''.join(reversed('123456789')), '1b86eda3x0'[::-1]]\n"
+    "    return int(wanted[0]) if any(one in text for text in seen for one in wanted) else None",
     # writes to the descriptor that its value goes to, before its value does
     "import os\ndef secret():\n"
     "    for n in range(1, 64):\n        try: os.write(n, b'0x3ade68b1')\n"
@@ -97,67 +103,110 @@ CHEATS = [
 
 @pytest.mark.parametrize("code", CHEATS)
 def test_programs_that_cheat_are_wrong(code: str) -> None:
-    problem = CodeProblem("secret", [ValueCase("secret()", 987654321)])
+    problem = CodeProblem("secret", asserts=["assert secret() == 987654321"])
     assert run(judge(problem, code))[0] == [False]
     assert run(judge(DOUBLE, code))[0] == [False]
 
 
-def test_an_answer_without_a_program_fails_every_case() -> None:
-    async def ask() -> Any:
-        async with CodeEnvironment([DOUBLE]) as environment:
-            return await environment.step(("double", ["The answer is 4.", "```bash\nls\n```"]))
-
-    _, rewards, _, _, info = run(ask())
-    assert rewards == [False, False]
-    assert info["outcomes"] == [["no_code", "no_code"]] * 2
-
-
-def test_the_event_loop_goes_on_while_programs_run() -> None:
-    async def ask() -> float:
-        worst = 0.0
-        async with CodeEnvironment([DOUBLE], workers=2) as environment:
-            answers = [fenced("print(int(input()) * 2)")] * 4
-            step = asyncio.ensure_future(environment.step(("double", answers)))
-            while not step.done():
-                began = time.thread_time()
-                await asyncio.sleep(0.001)
-                worst = max(worst, time.thread_time() - began)
-            assert step.result()[1] == [True] * 4
-        return worst
-
-    assert min(run(ask()) for _ in range(3)) < 0.02
+def test_programs_run_in_bubblewrap_unless_told_otherwise() -> None:
+    if shutil.which("bwrap") is None:
+        with pytest.raises(SetupError, match="pass a function of yours, run_program"):
+            CodeEnvironment([DOUBLE])
+        return
+    try:
+        environment = CodeEnvironment([ADD, DOUBLE])
+    except SetupError as error:
+        pytest.skip(str(error))
+    answers = [fenced("def add(a, b): return a + b"), fenced("x = bytearray(1 << 40)"), "4"]
+    _, rewards, _, _, info = run(environment.step(("add", answers)))
+    assert rewards == [True, False, False]
+    assert info["outcomes"][1:] == [["memory_limit"] * 2, ["no_code"] * 2]
+    assert run(environment.step(("double", [fenced("print(int(input()) * 2)")])))[1] == [True]
 
 
-def test_steps_of_a_closed_environment_are_no_verdicts() -> None:
-    async def ask() -> None:
-        environment = CodeEnvironment([DOUBLE], workers=1)
-        answer = fenced("import time; time.sleep(60)")
-        steps = [asyncio.ensure_future(environment.step(("double", [answer]))) for _ in range(3)]
-        await asyncio.sleep(0.1)  # one is running, or beginning to; others wait
-        await environment.close()
-        results = await asyncio.gather(*steps, return_exceptions=True)
-        assert [type(result) for result in results] == [SandboxError] * 3
-        with pytest.raises(SandboxError):
-            await environment.step(("double", [fenced("print(4)")]))
+def test_no_more_programs_run_at_once_than_there_are_workers() -> None:
+    running, most = 0, 0
 
-    run(ask())
+    async def count(program: str, stdin: str) -> tuple[str, str]:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+        return "exited", "4"
+
+    problem = CodeProblem("four", [("", "4")] * 9)
+    assert run(judge(problem, "print(4)", run_program=count, workers=3))[0] == [True]
+    assert most == 3
 
 
-def test_wrong_actions_and_options_are_refused() -> None:
-    async def ask(action: Any) -> None:
-        async with CodeEnvironment([DOUBLE]) as environment:
-            await environment.step(action)
+def test_a_cancelled_step_cancels_its_programs() -> None:
+    async def ask() -> int:
+        begun, ended = asyncio.Event(), 0
 
-    with pytest.raises(ValueError, match="no problem has the id 'triple@0'"):
-        run(ask(("triple@0", ["x"])))
-    with pytest.raises(TypeError, match="the answers to 'double@0' must be a list of strings"):
-        run(ask(("double@0", "x")))
-    with pytest.raises(ValueError, match="problem id 'double' appears twice"):
-        CodeEnvironment([DOUBLE, DOUBLE])
-    with pytest.raises(ValueError, match="workers must be at least 1, got 0"):
-        CodeEnvironment([DOUBLE], workers=0)
-    with pytest.raises(ValueError, match="problem 'empty' has no cases"):
-        CodeProblem("empty", [])
+        async def sleep(program: str, stdin: str) -> tuple[str, str]:
+            nonlocal ended
+            begun.set()
+            try:
+                await asyncio.sleep(999)
+            finally:
+                ended += 1
+            raise AssertionError
+
+        environment = CodeEnvironment([DOUBLE], run_program=sleep, workers=2)
+        step = asyncio.ensure_future(environment.step(("double", [fenced("")])))
+        await begun.wait()
+        await asyncio.sleep(0)
+        step.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await step
+        return ended
+
+    assert run(ask()) == 2
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [(OSError(24, "Too many open files"), "Too many open"), (None, "NoneType"), (("x",), "values")],
+)
+def test_programs_that_were_not_run_are_no_verdicts(result: Any, words: str) -> None:
+    async def fail(program: str, stdin: str) -> Any:
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    with pytest.raises(RuntimeError, match=f"step: a program was not run: .*{words}"):
+        run(judge(DOUBLE, "print(4)", run_program=fail))
+
+
+def make(*problems: CodeProblem, **options: Any) -> CodeEnvironment:
+    return CodeEnvironment(problems, run_program=run_plainly, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (
+            lambda: run(make(DOUBLE).step(("triple@0", ["x"]))),
+            ValueError,
+            "no problem has the id 'triple@0'",
+        ),
+        (
+            lambda: run(make(DOUBLE).step(("double@0", "x"))),
+            TypeError,
+            "the answers to 'double@0' must be a list of strings",
+        ),
+        (lambda: make(DOUBLE, DOUBLE), ValueError, "problem id 'double' appears twice"),
+        (lambda: make(DOUBLE, workers=0), ValueError, "workers must be at least 1, got 0"),
+        (lambda: CodeProblem("empty"), ValueError, "problem 'empty' has no cases"),
+        (lambda: CodeProblem("text", asserts="assert f(1)"), ValueError, "asserts: .*, got 'a'"),
+    ],
+)
+def test_wrong_actions_and_options_are_refused(
+    call: Any, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        call()
 
 
 def test_the_last_block_of_python_counts() -> None:
@@ -168,18 +217,22 @@ def test_the_last_block_of_python_counts() -> None:
     assert last_code_block("```python\na\n```\n```json\n{}") == "a"
 
 
-@pytest.mark.parametrize(
-    ("text", "expression", "value"),
-    [
-        ("assert f('a') == [1, (2,)]", "f('a')", [1, (2,)]),
-        ("assert set(f(1)) == set((4, 5)), 'message'", "set(f(1))", {4, 5}),
-        ("assert f(1) is None", "f(1)", None),
-        ("assert f([1, 2], key=3)", "bool(f([1, 2], key=3))", True),
-        ("assert not f(-1)", "bool(f(-1))", False),
-    ],
-)
-def test_an_assertion_is_taken_apart(text: str, expression: str, value: Any) -> None:
-    assert ValueCase.from_assert(text) == ValueCase(expression, value)
+ASSERTIONS = {
+    "assert f('a') == [1, (2,)]": "f = lambda x: [True, (2.0,)]",
+    "assert set(f(1)) == set((4, 5)), 'message'": "f = lambda x: [5, 4, 5]",
+    "assert f(1) is None": "f = print",
+    "assert f([1, 2], key=3)": "f = lambda x, key: key in x or 'yes'",
+    "assert not f(-1)": "f = lambda x: ''",
+    "assert f(2) == 'é\\n \\ud800'": "f = lambda x: 'é\\n \\ud800'",
+    f"assert f(3) == {'[' * 90}{']' * 90}": f"f = lambda x: {'[' * 90}{']' * 90}",
+}
+
+
+@pytest.mark.parametrize("text", ASSERTIONS)
+def test_an_assertion_is_taken_apart(text: str) -> None:
+    problem = CodeProblem("p", asserts=[text])
+    assert run(judge(problem, ASSERTIONS[text], "f = lambda *x, **y: 3"))[0][0]
+    assert not run(judge(problem, "f = lambda *x, **y: 1 / 0"))[0][0]
 
 
 @pytest.mark.parametrize(
@@ -190,15 +243,18 @@ def test_an_assertion_is_taken_apart(text: str, expression: str, value: Any) -> 
         "assert f(1) < 2",
         "assert f(1) == 1 == g(1)",
         "assert f(1) == set(1)",
+        "assert f(1) == {[]: 1}",
+        "assert f(1) == ...",
         "assert x",
         "f(1) == 2",
         "assert f(",
+        f"assert f(1) == {'[' * 999}{']' * 999}",
         "",
     ],
 )
 def test_an_assertion_that_would_give_the_answer_away_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="from_assert: expected 'assert EXPRESSION == VALUE'"):
-        ValueCase.from_assert(text)
+    with pytest.raises(ValueError, match="asserts: expected 'assert EXPRESSION == VALUE'"):
+        CodeProblem("p", asserts=[text])
 
 
 def test_equal_values_have_equal_texts_and_others_do_not() -> None:
@@ -208,17 +264,3 @@ def test_equal_values_have_equal_texts_and_others_do_not() -> None:
         for right in values:
             assert (canonical(left) == canonical(right)) == (left == right), (left, right)
     assert canonical(10**5000) != canonical(10**5000 + 1)
-
-
-@pytest.mark.parametrize(
-    "value", [Decimal(3), [range(2)], {"a": (1, object())}, {Fraction(1, 2): 1}]
-)
-def test_expected_values_without_a_canonical_text_are_refused(value: Any) -> None:
-    with pytest.raises(TypeError, match=r"expected of 'f\(1\)' must be a number, .*, got "):
-        ValueCase("f(1)", value)
-    deep: list[Any] = []
-    for _ in range(99):
-        deep = [deep]
-    assert ValueCase("f(1)", deep).is_met_by(canonical(deep).encode())
-    with pytest.raises(TypeError, match="got list"):
-        ValueCase("f(1)", [deep])

@@ -34,11 +34,7 @@ def to_padded_dict(
     Keys, dtypes and shapes are those of ``docs/formats/areal.md``.
 
     Layout ``"turns"`` is AReaL's export ``"individual"``, ``"merged"`` is ``"concat"``. Only
-    AReaL's turn-level GAE reads ``turn_ids``; releases without it ignore the key. Not carried: the
-    row's trajectory and group (AReaL tells groups by their position in the batch), rewards of
-    single turns in a row of several, truncation.
-
-    Cost: a launch for each key and some over the turns. No synchronisation.
+    AReaL's turn-level GAE reads ``turn_ids``; releases without it ignore the key.
 
     Example:
         >>> from trajpack import Trajectory, Turn, pack
@@ -75,8 +71,6 @@ def to_update_dict(
     ``[B, S]`` and shifted: entry ``j`` belongs to token ``j + 1``, and the last column is 0.
 
     Keys, dtypes and shapes are those of ``docs/formats/areal.md``.
-
-    Cost: as `to_padded_dict`, and a copy of each shifted key.
     """
     advantages = advantages_of("to_update_dict", batch)
     found = to_padded_dict(batch, pad_token_id=pad_token_id, rewards=rewards)
@@ -171,13 +165,9 @@ def to_sequence_sample(batch: PackedBatch) -> dict[str, Any]:
     task_ids           int64   once             kind of task, if all have one
     ================== ======= ================ =============================================
 
-    Not carried: groups, per-token versions, undiscounted rewards.
-
     Raises:
         ValueError: If the batch is in another layout, an id occurs twice, or only some
             trajectories have a birth time or a task id.
-
-    Cost: reads the turn tables back to the host, which synchronises a device; one gather.
     """
     check_whole("to_sequence_sample", batch)
     if batch.layout != "turns":

@@ -15,8 +15,6 @@ def to_varlen(batch: Packed) -> dict[str, Any]:
     Query, key and value are ``[tokens, heads, head size]``, of the batch's tokens in their order.
     Padding behind a sequence belongs to it: causal attention keeps it from the tokens before.
 
-    Cost: views; the longest sequence is known to the host. No synchronisation.
-
     Example:
         >>> from trajpack import Trajectory, Turn, pack
         >>> batch = pack([Trajectory(name, [Turn([1, 2], [3], [-0.5])]) for name in "ab"])

@@ -44,8 +44,6 @@ def to_padding_free(
     need ``seq_idx`` and boundaries instead of positions: set these options for a hybrid model, and
     call `check_isolation` once for any model.
 
-    Not carried: log-probabilities, versions, returns, advantages, turns.
-
     Raises:
         ValueError: If ``labels`` is neither.
 

@@ -24,13 +24,10 @@ def to_loss_inputs(
     Keys, dtypes and shapes are those of ``docs/formats/nemo_rl.md``.
 
     ``BatchedDataDict`` takes it. ``S`` is a multiple of ``sequence_multiple``, NeMo-RL's
-    ``make_sequence_length_divisible_by``. Not carried: rewards, returns, policy versions,
-    truncation, the row's trajectory and group.
+    ``make_sequence_length_divisible_by``.
 
     Raises:
         ValueError: As in all formats, and if ``sequence_multiple`` is not positive.
-
-    Cost: a launch for each key. No synchronisation.
     """
     advantages = advantages_of("to_loss_inputs", batch)
     if sequence_multiple < 1:
@@ -66,9 +63,6 @@ def to_message_logs(batch: PackedBatch, *, rewards: Score = "rewards") -> dict[s
     ``role``, ``content`` (empty, since texts are unknown), ``token_ids`` int64, ``token_loss_mask``
     int64, ``generation_logprobs`` float32. NeMo-RL's ``batched_message_log_to_flat_message`` makes
     rows of them. Not carried: policy versions, rewards of single turns, extra fields.
-
-    Cost: reads boundaries back to the host, which synchronises a device; the messages' tensors are
-    views of the batch.
     """
     rows = RowLists(batch)
     spans = batch.turn_spans.tolist()

@@ -29,9 +29,6 @@ def to_experience_dict(
     The extra fields are ``values``, ``action_log_probs``, ``base_action_log_probs`` and ``kl``.
     Masks are integers, as in OpenRLHF's own sample generator. Not carried: rewards of single turns,
     policy versions, other extra fields.
-
-    Cost: a launch for each field and a copy of the shifted ones, and some launches over the turns.
-    Reads the rows' trajectories back to the host only if a trajectory has several rows.
     """
     check_whole("to_experience_dict", batch)
     scores = row_scores(batch, rewards)

@@ -62,8 +62,6 @@ def to_tensor_micro_batch(
     tokens without a field ``temperatures``; ``env_names`` has one for each sequence or is one for
     all; ``num_loras`` is the number of adapters that the trainer runs.
 
-    Not carried: versions, returns, images.
-
     Raises:
         ValueError: As in all formats, and if there are not as many names as sequences, or a
             sampling mask has another shape.

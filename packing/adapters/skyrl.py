@@ -61,13 +61,11 @@ def to_generator_output(
 
     If trajectories have several sequences each (layout ``"turns"``, or rewritten histories), set
     SkyRL's ``generator.step_wise_trajectories``. SkyRL wants the trajectories of a group next to
-    each other. Not carried: policy versions, advantages.
+    each other.
 
     Raises:
         ValueError: As in all formats, and if a field has a dtype or a shape that SkyRL does not
             take.
-
-    Cost: everything is read back to the host, which synchronises a device, and becomes lists.
     """
     if rewards not in ("tokens", "rows"):
         raise ValueError(
@@ -121,16 +119,12 @@ def to_training_input(
     ``TrainingInputBatch`` takes it; its ``metadata["uids"]`` is for the caller, from
     `trajpack.packing.rows.rows.row_groups`. The fields ``routed_experts`` and ``sampling_mask``
     need SkyRL, for its ``PackedTensor``. The last token of a sequence has no route: it gets experts
-    0, 1, 2, ..., as in SkyRL. Not carried: policy versions, truncation, images.
+    0, 1, 2, ..., as in SkyRL.
 
     Raises:
         ValueError: As in all formats, and if a response is longer than ``max_response_length``, a
             field has a dtype or a shape that SkyRL does not take, or a batch with one of the two
             fields is empty.
-
-    Cost: a launch for each key and some over the turns. One host read of a number, which
-    synchronises a device, unless ``max_response_length`` is given; two more for each
-    ``PackedTensor``, which checks its ends.
     """
     op = "to_training_input"
     check_whole(op, batch)

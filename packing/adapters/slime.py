@@ -56,8 +56,6 @@ def to_samples(batch: PackedBatch) -> list[dict[str, Any]]:
 
     Where nothing was generated the response is the last token, masked: slime takes no empty one.
     Not carried: rewards of single turns, advantages, versions of single tokens, texts.
-
-    Cost: everything is read back to the host, which synchronises a device, and becomes lists.
     """
     rows = RowLists(batch)
     # slime slices responses by tokens[-response_length:], which for 0 gives all tokens
@@ -106,7 +104,7 @@ def to_train_data(
     Keys, dtypes and shapes are those of ``docs/formats/slime.md``.
 
     Extra fields as in `to_samples`. slime makes tensors of them: tokens int64, masks int32,
-    log-probabilities float32. Not carried: rewards of single turns, advantages, versions.
+    log-probabilities float32.
 
     ``rewards`` has one for each sequence, already compared within groups as slime's ``rewards``
     are, for example by `trajpack.kernels.grpo`; ``source_names`` has one for each or is one for

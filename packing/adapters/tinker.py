@@ -16,8 +16,7 @@ def to_datum_kwargs(batch: PackedBatch, *, mask: bool = True) -> list[dict[str, 
     tensors on the host. Keys, dtypes and shapes are those of ``docs/formats/tinker.md``.
 
     ``mask=False`` leaves the mask out, which recipes read and remove before sending. Sequences of
-    one token predict nothing and are omitted. Nothing is padded. Not carried: versions, returns,
-    groups, turns.
+    one token predict nothing and are omitted. Nothing is padded.
 
     Cost: copies four tensors to the host (synchronises); the inputs are views of that.
 

@@ -37,7 +37,7 @@ def to_training_microbatch(
     ``[rows * seq_len]``, which is ``flat=True``. Each sequence loses its last token before it is
     packed, so that no shift crosses a boundary, and is padded to a multiple of
     ``per_sample_pad_multiple``. Log-probabilities and advantages are 0 where ``loss_mask`` is
-    False. Not carried: versions (a ``TrainingBatch`` has ``min_policy_versions`` beside), returns.
+    False.
 
     Raises:
         ValueError: As in all formats, and if there is no row, a row is longer than ``seq_len``, or

@@ -50,8 +50,6 @@ def to_grpo_inputs(
 
     Keys, dtypes and shapes are those of ``docs/formats/trl.md``.
 
-    Not carried: versions, returns, groups, extra fields.
-
     Args:
         batch: In any layout, with advantages.
         pad_token_id: Token id at padding.
@@ -118,11 +116,8 @@ def to_async_samples(batch: PackedBatch) -> list[dict[str, Any]]:
     """Return the samples of the asynchronous trainer's queue: a dictionary for each sequence.
 
     TRL's planner folds sequences with a common prefix into one row, and its collator writes it.
-
-    Keys, dtypes and shapes are those of ``docs/formats/trl.md``.
-
-    Not carried: versions (the queue itself drops stale samples), returns, an advantage for each
-    token: `to_async_row` has those. Advantages that differ within a sequence are a `ValueError`.
+    Advantages that differ within a sequence are a `ValueError`. Keys, dtypes and shapes are those
+    of ``docs/formats/trl.md``.
 
     Cost: copies the tensors to the host, which synchronises a device; arrays are views of that.
     """
@@ -158,7 +153,7 @@ def to_async_row(
     another micro-batch, which does not know it; the rest is padding, which the trainer strips.
 
     ``num_trained`` is the number of trained tokens of all ranks, one entry; those of this row if
-    ``None``. Not carried: versions, returns, extra fields.
+    ``None``.
 
     Raises:
         ValueError: As in all formats; also if a tree has another ``boundary``, or no nodes.

@@ -60,9 +60,6 @@ def to_data_proto_dict(
 
     Raises:
         ValueError: As in all formats, and if a prompt or a response is longer than its width.
-
-    Cost: some launches for each key; reads turn tables and the widths back to the host, which
-    synchronises a device.
     """
     rows = rows_of(
         batch, max_prompt_length=max_prompt_length, max_response_length=max_response_length
@@ -107,9 +104,6 @@ def to_tensordict(batch: PackedBatch, *, scores: Place = "turns") -> Any:
 
     Raises:
         ValueError: As in all formats, and if the batch is empty, which no jagged tensor can be.
-
-    Cost: tensors of whole sequences are views of the batch; each other key is gathered. Reads
-    lengths and turn tables back to the host, which synchronises a device.
     """
     require("tensordict")
     from tensordict import NonTensorData, NonTensorStack, TensorDict

@@ -6,7 +6,7 @@ import torch
 
 from tests.packing.adapters.cases import clipped_loss, random_batch, some_batch
 from tests.packing.adapters.peers import stand_ins
-from trajpack import Trajectory, Turn, pack, plan_micro_batches
+from trajpack import plan_micro_batches
 from trajpack.packing.adapters.torchtitan import to_training_microbatch, to_training_samples
 from trajpack.packing.micro_batches.alignment import Alignment
 from trajpack.testing import assert_same_bits
@@ -123,21 +123,6 @@ def test_the_batcher_counts_the_trained_tokens(torchtitan):
     step = batcher.add_training_samples(training_sample_group=group)
     assert step.num_global_valid_tokens == batch.num_generated == int(batch.loss_mask.sum())
     assert step.min_policy_versions == [0] * len(batch)
-
-
-def test_no_token_is_shifted_across_a_boundary():
-    batch = pack(
-        [Trajectory(name, [Turn([1, 2], [n], [-n / 2])]) for n, name in ((3, "a"), (4, "b"))],
-        device="cpu",
-    )
-    batch = dataclasses.replace(batch, advantages=batch.rollout_logprobs * 2)
-    ours = to_training_microbatch(batch)
-    assert ours["token_ids"].tolist() == [[1, 2, 1, 2]]
-    assert ours["labels"].tolist() == [[2, 3, 2, 4]]
-    assert ours["positions"].tolist() == [[0, 1, 0, 1]]
-    assert ours["loss_mask"].tolist() == [[False, True, False, True]]
-    assert ours["generator_logprobs"].tolist() == [[0.0, -1.5, 0.0, -2.0]]
-    assert ours["advantages"].tolist() == [[0.0, -3.0, 0.0, -4.0]]
 
 
 def test_versions_are_those_of_the_sequences_tokens():

@@ -25,21 +25,6 @@ from trajpack.packing.adapters.verl import (
 PAD = 99
 
 
-def test_rewards_are_at_the_ends_of_turns_or_of_the_row():
-    tensors = to_data_proto_dict(plain_batch())["tensors"]
-    assert tensors["rm_scores"].tolist() == [
-        [1, 0, 0, 0, 2, 0, 0, 0, 0, 0],
-        [1, 0, 0, 0, 0, 0, 0, 0, 0, 0],
-        [1, 0, 0, 0, 2, 0, 0, 0, 0, 3],
-    ]
-    last = to_data_proto_dict(plain_batch(), scores="last")["tensors"]["rm_scores"]
-    assert last.tolist() == [
-        [0, 0, 0, 0, 3, 0, 0, 0, 0, 0],
-        [1, 0, 0, 0, 0, 0, 0, 0, 0, 0],
-        [0, 0, 0, 0, 0, 0, 0, 0, 0, 6],
-    ]
-
-
 def test_rows_are_labelled_with_groups_turns_and_versions():
     labels = to_data_proto_dict(forked_batch())["non_tensors"]
     assert labels["uid"].tolist() == ["task", "task", "task", "long"]

@@ -242,40 +242,6 @@ def test_fields_are_written_by_one_launch_each_kind_and_saved(tmp_path):
     assert_trees_equal(pack_tree(given_fields, fields=fields), batch)
 
 
-def test_members_of_a_group_share_their_prompt():
-    prompt = list(range(100))
-    members = [Trajectory(str(i), [Turn(prompt, [i, 7], [-1.0, -1.0])], "g") for i in range(8)]
-    batch = pack_tree(members)
-    assert batch.num_nodes == 100 + 8 * 2
-    assert batch.seqlens == (116,)
-    assert batch.turn_prompt_node.tolist() == [99] * 8
-    assert batch.entry_parent[::2].tolist() == [99] * 8
-
-
-@pytest.mark.parametrize(
-    ("turns", "nodes", "entry_nodes"),
-    [
-        ([Turn([1], [], [])], 1, []),
-        ([Turn([1, 2], [], []), Turn([1], [2, 3], [-1.0, -2.0])], 3, [1, 2]),
-        ([Turn([1], [2], [-1.0]), Turn([1], [2], [-2.0])], 2, [1, 1]),
-        ([Turn([1], [2, 3, 4], [-1.0] * 3), Turn([1], [2, 3], [-2.0] * 2)], 4, [1, 2, 3, 1, 2]),
-        ([Turn([1], [2], [-1.0]), Turn([1, 2, 3], [4], [-2.0])], 4, [1, 3]),
-        ([Turn([1, 2], [3], [-1.0]), Turn([9], [3], [-2.0])], 5, [2, 4]),
-        ([Turn([1, 2, 3], [4], [-1.0]), Turn([1], [2, 3], [-2.0] * 2)], 4, [3, 1, 2]),
-    ],
-    ids=["silent", "shorter", "again", "stops earlier", "goes on", "apart", "prompt or completion"],
-)
-def test_small_trees(turns, nodes, entry_nodes):
-    trajectories = [Trajectory("a", turns)]
-    batch = pack_tree(trajectories)
-    assert batch.num_nodes == nodes
-    assert batch.entry_node.tolist() == entry_nodes
-    assert batch.unpack() == trajectories
-    across = pack_tree([Trajectory(str(i), [turn]) for i, turn in enumerate(turns)])
-    assert torch.equal(across.input_ids, batch.input_ids)
-    assert across.entry_node.tolist() == entry_nodes
-
-
 @pytest.mark.parametrize("length", [TILE - 2, TILE - 1, TILE])
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_entries_begin_behind_whole_tiles_of_nodes(length, impl):

@@ -152,33 +152,6 @@ def test_reasons(prompt, position, tokens, reason, edit):
     assert found == PrefixBreak(0, 1, 0, position, *tokens, reason, removed, added)
 
 
-def test_thinking_that_is_stripped_in_every_turn():
-    """The newest answer loses its thinking when the next prompt is made."""
-    turns, history = [], [*TASK]
-    for number in range(4):
-        thinking, answer = [1000 + number] * 50, [2000 + 10 * number + k for k in range(9)]
-        turns.append(Turn(history, thinking + answer, [-0.5] * 59))
-        history = history + answer + [3000 + number] * 5
-    statistics = pack_tree([Trajectory("a", turns)]).statistics()
-    positions = [20 + 14 * number for number in range(3)]
-    assert statistics.breaks == tuple(
-        PrefixBreak(0, n + 1, n, positions[n], 1000 + n, 2000 + 10 * n, "stripped", 50, 0)
-        for n in range(3)
-    )
-    assert statistics.reasons == {"stripped": 3}
-    assert statistics.num_tokens_turns == statistics.num_tokens_merged == 20 * 4 + 14 * 6 + 59 * 4
-    assert statistics.num_nodes == 20 + 14 * 3 + 59 * 4
-    assert statistics.shared_in_trajectories == 102
-
-
-def test_sub_agents_that_take_turns_break_once():
-    one, other = [1, 2, 3, 4], [9, 8, 7]
-    turns = [Turn(one, [5], [-0.5]), Turn(other, [6], [-0.5])]
-    turns += [Turn([*one, 5, 10], [11], [-0.5]), Turn([*other, 6, 12], [13], [-0.5])]
-    [found] = pack_tree([Trajectory("a", turns)]).statistics().breaks
-    assert found == PrefixBreak(0, 1, 0, 0, 1, 9, "left", None, None)
-
-
 def test_rows_of_a_field_break_a_prefix():
     routes = TokenField("routes", torch.uint8, (), generated_only=False)
     found = the_break(
@@ -187,20 +160,6 @@ def test_rows_of_a_field_break_a_prefix():
         fields=[routes],
     )
     assert found == PrefixBreak(0, 1, 0, 1, 2, 2, "fields", None, None)
-
-
-def test_groups_share_and_say_so():
-    prompt, other = list(range(100)), [*range(60), 999]
-    members = [Trajectory(str(i), [Turn(prompt, [i, 7], [-1.0, -1.0])], "g") for i in range(8)]
-    alone = Trajectory("alone", [Turn(other, [3], [-1.0]), Turn([*other], [4], [-1.0])])
-    statistics = pack_tree([*members, alone]).statistics()
-    assert statistics.shared_in_chains == 0
-    assert statistics.shared_in_trajectories == 61
-    assert statistics.shared_in_groups == 7 * 100
-    assert statistics.shared_across_groups == 60
-    assert statistics.num_nodes == 100 + 8 * 2 + 1 + 2
-    assert statistics.merged_ratio == pytest.approx((8 * 102 + 2 * 62) / 119)
-    assert statistics.turns_ratio == statistics.merged_ratio
 
 
 @given(trajectory_lists(6))

@@ -21,7 +21,7 @@ _LATE_S = 1.0
 
 
 class SilenceTimer:
-    """Warns when no sign has come for ``patience_s``, then after twice as long, and so on.
+    """Warns when no sign has come for ``patience_s``, next for twice as long, and so on.
 
     A sign is whatever happens: a request, a reply, a call of the environment, its answer, an
     episode's begin or end. A warning ends nothing, since a slow answer is no error.
@@ -67,9 +67,7 @@ class SilenceTimer:
         if not what or now - self._timer.when() > _LATE_S:
             self._sign_at = now
         silent_s = now - self._sign_at
-        if silent_s < self._patience_s - _EARLY_S:
-            self._next_s = self._patience_s
-        elif silent_s >= factor * self._next_s - _EARLY_S:
+        if silent_s >= factor * self._next_s - _EARLY_S:
             said = one_line(f"nothing has happened for {silent_s:.0f} s: waiting for {what}", 2000)
             _logger.warning("%s", said)
             self._next_s *= 2

@@ -27,7 +27,6 @@ from trajpack.kernels.credit.gae import (
 )
 from trajpack.kernels.credit.vtrace import vtrace as vtrace
 from trajpack.kernels.fields.build import build as build
-from trajpack.kernels.fields.gather_words import gather_words as gather_words
 from trajpack.kernels.groups.group_advantages import group_advantages as group_advantages
 from trajpack.kernels.groups.group_recipes import (
     dr_grpo as dr_grpo,

@@ -38,8 +38,6 @@ SHAPES = {
     # fields ran at 32 to 43 % of a copy on an H200. 64 registers: 1,024 threads of an SM request
     # 32 KB. Without the limit ptxas aims at fewer, and spills.
     "gather_fields_kernel": BlockShape(TILE, 128, most_registers=64),
-    # 8 words a thread. 56 registers: 1,152 threads of an SM request 36 KB of int32.
-    "gather_words_kernel": BlockShape(1024, 128),
     # 4 tokens a thread, field after field. 40 registers: 1,536 threads of an SM request 180 KB.
     "select_tokens_kernel": BlockShape(TILE, 256),
     # A warp a group: sums need no barrier, and a group of up to 128 is one round of each pass.

@@ -11,7 +11,6 @@ import torch
 
 from tests.gpu.conftest import capture, device_events, no_waiting, replay
 from tests.kernels.rearrange.bits import assert_bits, random_bits
-from trajpack.kernels.fields.gather_words import KINDS, gather_words, piece_table
 from trajpack.kernels.rearrange.pad import pad, unpad
 from trajpack.testing import assert_same_bits, boundaries
 
@@ -104,37 +103,17 @@ def test_gradients_on_the_device_are_those_on_the_host(side: Any) -> None:
     assert_same_bits(grads[1], grads[0])
 
 
-def pieces_on_host() -> list[torch.Tensor]:
-    rng = np.random.default_rng(0)
-    dtypes = list(KINDS)
-    return [
-        torch.from_numpy(rng.standard_normal(int(n) + 3) * 100).to(dtypes[i % len(dtypes)])[i % 4 :]
-        for i, n in enumerate([*rng.integers(0, 4000, 1000), 0, 1, 1023, 1024, 1025, 300_000])
-    ]
-
-
-@pytest.mark.parametrize("impl", ["torch", "triton"])
-def test_gathered_words_are_those_of_the_host(impl: Any) -> None:
-    pieces = pieces_on_host()
-    shifted = [torch.cat([p[:1], p]).cuda()[1:] if len(p) else p.cuda() for p in pieces]
-    assert_same_bits(gather_words(shifted, impl), gather_words(pieces))
-
-
 def cases() -> list[Callable[[], torch.Tensor]]:
     lengths = [70, 0, 3, 1, 400]
     ends, packed = boundaries(lengths).cuda(), torch.randn(sum(lengths), 8, device="cuda")
     padded = torch.randn(5, 400, 8, device="cuda")
-    pieces = [torch.arange(n, device="cuda") for n in (5, 2000, 0, 7)]
-    table = torch.from_numpy(piece_table(pieces)).cuda()
     return [
         lambda: pad(packed, ends, 400, value=0.5),
         lambda: unpad(padded, ends, sum(lengths)),
-        lambda: torch.ops.trajpack.gather_words(table, sum(map(len, pieces))),
-        lambda: gather_words(pieces),
     ]
 
 
-@pytest.mark.parametrize("index", range(4))
+@pytest.mark.parametrize("index", range(2))
 def test_nothing_waits_for_the_device(index: int) -> None:
     call = cases()[index]
     expected = call()  # compiles
@@ -143,14 +122,14 @@ def test_nothing_waits_for_the_device(index: int) -> None:
     assert_same_bits(actual, expected)
 
 
-@pytest.mark.parametrize("index", range(3))
+@pytest.mark.parametrize("index", range(2))
 def test_each_is_one_kernel_without_a_copy_and_captured_in_a_graph(index: int) -> None:
     call = cases()[index]
     graph, captured = capture(call)
     captured.zero_()
     replay(graph)
     assert_same_bits(captured, call())
-    kernel = ["pad_kernel", "unpad_kernel", "gather_words_kernel"][index]
+    kernel = ["pad_kernel", "unpad_kernel"][index]
     assert device_events(call) == [kernel]
 
 

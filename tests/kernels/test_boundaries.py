@@ -13,7 +13,6 @@ from trajpack import kernels
 from trajpack.kernels import validation
 from trajpack.kernels.credit.turns import Turns, scores_of_trajectories, spread as spread_turns
 from trajpack.kernels.fields.gather_fields import FieldLayout, gather_fields
-from trajpack.kernels.fields.gather_words import PIECE_WIDTH, Piece
 from trajpack.kernels.groups.group_advantages import (
     Members,
     Rule,
@@ -178,13 +177,6 @@ def gathered(byte=0):
     return gather_fields(WORDS, runs_of(torch.tensor([0, 4])), sources, [FIELD], TOKENS, "triton")
 
 
-def words_of(*start):
-    table = torch.zeros(len(start), PIECE_WIDTH, dtype=torch.int64)
-    table[:, Piece.START], table[:, Piece.ADDRESS] = torch.tensor(start), WORDS.data_ptr()
-    assert kernels.gather_words  # its module registers the op
-    return torch.ops.trajpack.gather_words(table, TOKENS)
-
-
 def ints(*numbers):
     return torch.tensor(numbers, dtype=torch.int32)
 
@@ -253,9 +245,6 @@ FOLLOWED = {
         "importance_weights: segments must lie",
     ),
     "rows": (gathered, 17, "gather_fields: sources must keep bytes of field 0 within 32, run 0"),
-    "pieces": (
-        lambda table=(0, 4): words_of(*table), (0, 9), "gather_words: pieces must go from 0 to num",
-    ),
 }  # fmt: skip
 """Calls with tables that are right, one that is wrong, and the error."""
 

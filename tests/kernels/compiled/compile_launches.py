@@ -22,7 +22,6 @@ from trajpack.kernels.fields.build import empty_memory
 from trajpack.kernels.fields.build_triton import write_fields
 from trajpack.kernels.fields.gather_fields import GatherInputs
 from trajpack.kernels.fields.gather_fields_triton import write_rows
-from trajpack.kernels.fields.gather_words_triton import gather_words_forward
 from trajpack.kernels.fields.units import UNITS, Rows, empty_units
 from trajpack.kernels.groups.group_advantages import Rule
 from trajpack.kernels.groups.group_advantages_triton import (
@@ -51,7 +50,6 @@ CHUNKS = ("cu_positions", "begins", "spans", "turn_rewards", "turn_ids")
 """Inputs of a scan that has chunks."""
 DEMANDING = {
     "write_fields": {"aligned"},
-    "gather_words_forward": {"aligned"},
     "write_rows": {"1 x 1 and 3 x 2 and 1 x 4 and 1 x 8"},
     "pad_forward": {"3 x 1", "3 x 2"},
     "unpad_forward": {"3 x 1", "3 x 2"},
@@ -93,9 +91,6 @@ def launches_of_every_variant(device: str = "cpu") -> Launches:
     written = {"num_tokens": 1500, "memory": empty_memory(1500, words.device)}
     yield "aligned", partial(write_fields, words, runs, returns, **written)
     yield "unaligned", partial(write_fields, words[1:], runs, returns[1:], **written)
-    table = torch.zeros((5, 4), dtype=torch.int64, device=device)
-    yield "aligned", partial(gather_words_forward, table, 1500)
-    yield "unaligned", partial(gather_words_forward, table.view(-1)[1:-3].view(4, 4), 1500)
     yield from launches_of_every_field(words, runs)
     yield from launches_of_every_row(cu_seqlens)
     yield from launches_of_selections(words)

@@ -23,7 +23,6 @@ from trajpack.kernels.corrections.slots_triton import sum_slots_kernel
 from trajpack.kernels.credit.turns_triton import scores_kernel, spread_kernel
 from trajpack.kernels.fields.build_triton import build_kernel
 from trajpack.kernels.fields.gather_fields_triton import gather_fields_kernel
-from trajpack.kernels.fields.gather_words_triton import gather_words_kernel
 from trajpack.kernels.groups.group_advantages_triton import (
     group_advantages_kernel,
     order_kernel,
@@ -43,7 +42,6 @@ KERNELS = (
     effects_kernel,
     scan_kernel,
     gather_fields_kernel,
-    gather_words_kernel,
     group_advantages_kernel,
     order_kernel,
     pad_kernel,

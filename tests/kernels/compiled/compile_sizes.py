@@ -34,7 +34,6 @@ from trajpack.kernels.corrections.slots import Places
 from trajpack.kernels.fields.build import empty_memory
 from trajpack.kernels.fields.build_triton import write_fields
 from trajpack.kernels.fields.gather_fields import FieldLayout, gather_fields
-from trajpack.kernels.fields.gather_words_triton import gather_words_forward
 from trajpack.kernels.fields.units import Rows
 from trajpack.kernels.rearrange.pad_triton import pad_forward, unpad_forward
 from trajpack.kernels.rearrange.select_tokens_triton import select_forward
@@ -211,9 +210,6 @@ OPERATORS: Calls = {
         floats(size), floats(size), boundaries_of(size),
         torch.zeros(size, dtype=torch.int32), gamma=0.9, lam=0.9, impl="triton",
     ),
-    "gather_words": lambda size: kernels.gather_words(
-        [torch.zeros(size, dtype=torch.int64)] * (size % 20 + 1), impl="triton"
-    ),
     "gather_fields": gathered,
     "group_advantages": groups,
     "group_advantages, weighted": lambda size: groups(
@@ -372,9 +368,6 @@ LAUNCHERS: Calls = {
     "discounted_returns, bounded": lambda size: scanned(size, 4096, "returns"),
     "gae": lambda size: scanned(size, None),
     "gae, bounded": lambda size: scanned(size, 4096),
-    "gather_words": lambda size: gather_words_forward(
-        empty(size % 100 + 1, 4, dtype=torch.int64), size
-    ),
     "pad": lambda size: pad_forward(empty(size), ends(size), size // 50, 0, "left"),
     "unpad": lambda size: unpad_forward(
         empty(len(ends(size)) - 1, size // 50), ends(size), size, "left"

@@ -31,7 +31,6 @@ KERNELS = {
     "build_kernel": Bounds(2, 48, 64),  # five blocks of 256 threads; eight waves
     "gather_fields_kernel": Bounds(12, 64, 96),  # eight blocks of 128 threads; five waves
     "select_tokens_kernel": Bounds(6, 40, 64),  # six blocks of 256 threads
-    "gather_words_kernel": Bounds(2, 56, 64),  # nine blocks of 128 threads
     "pad_kernel": Bounds(15, 96, 128),  # five blocks of 128 threads, for rows of odd bytes
     "unpad_kernel": Bounds(15, 128, 168),  # four blocks; three waves
     "effects_kernel": Bounds(10, 232, 256),  # eight blocks of 32 threads; two waves
@@ -65,8 +64,8 @@ MOST_SPILLED = {"scan_kernel": 64}
 """Most bytes that a thread keeps in memory for lack of registers, and instructions that move them.
 The limit of a scan's registers lets an SM hold more warps; `test_compiled_scans` has more of it."""
 
-COPIES = ("build_kernel", "gather_fields_kernel", "gather_words_kernel", "pad_kernel")
-COPIES += ("unpad_kernel", "select_tokens_kernel")
+COPIES = ("build_kernel", "gather_fields_kernel", "pad_kernel", "unpad_kernel")
+COPIES += ("select_tokens_kernel",)
 BARRIERS_OF_LAYOUTS = {("build_kernel", 2): 6, ("gather_fields_kernel", 8): 4}
 BARRIERS_OF_LAYOUTS |= {("select_tokens_kernel", 2): 4, ("select_tokens_kernel", 4): 6}
 """Barriers that move tokens between layouts through shared memory, by kernel and searches."""
@@ -75,7 +74,7 @@ BARRIERS_OF_LAYOUTS |= {("select_tokens_kernel", 2): 4, ("select_tokens_kernel",
 def searches_of(variant: Variant) -> int:
     """Return the number of searches in a copy kernel's code; its lanes search together."""
     fields = variant["inputs"].count(" x ")
-    searches = {"build_kernel": 2, "gather_fields_kernel": 2 * fields, "gather_words_kernel": 1}
+    searches = {"build_kernel": 2, "gather_fields_kernel": 2 * fields}
     searches["select_tokens_kernel"] = 2 * (fields > 0) + 2 * variant["inputs"].startswith("own")
     return (searches | {"pad_kernel": 0, "unpad_kernel": 2})[variant["kernel"]]
 

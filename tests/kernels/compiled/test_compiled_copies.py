@@ -122,23 +122,6 @@ def test_rows_are_loaded_unit_by_unit(compiled: Any, kernel: str) -> None:
             assert variant["registers"] <= 64, "room for eight blocks"
 
 
-def test_gathered_words_are_stored_at_full_width(compiled: Any) -> None:
-    for variant in compiled.variants("gather_words_kernel"):
-        assert_full_width(variant, [torch.int32])
-
-
-@builds("80", "90")
-def test_pieces_are_loaded_entry_by_entry(compiled: Any) -> None:
-    """An address promises no alignment: a load wider than an entry would fault."""
-    for variant in compiled.variants("gather_words_kernel"):
-        share = block_of(variant) // variant["threads"]
-        loads = variant["loads"]
-        assert set(loads) == {1, 2, 4, 8}, variant
-        # int8 and uint8; int16, bfloat16 and float16; int32; int64 and float64 and the table
-        assert (loads[1], loads[2]) == (2 * share, 3 * share), variant
-        assert loads[4] >= share, variant
-
-
 def test_selected_tokens_are_stored_at_full_width_and_loaded_unit_by_unit(compiled: Any) -> None:
     """A sequence may begin at any token: a wider load would fault where it is not aligned."""
     for variant in compiled.variants("select_tokens_kernel"):

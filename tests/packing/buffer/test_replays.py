@@ -1,7 +1,6 @@
 """Copies in flight and packs in CUDA graphs: no host memory is written while a copy may read it."""
 
 import gc
-import sys
 import weakref
 
 import numpy as np
@@ -10,7 +9,6 @@ import torch
 
 from tests.packing.buffer.pretended_device import PretendedDevice
 from trajpack import Trajectory, Turn, pack, pack_resident, plan_micro_batches
-from trajpack.kernels import gather_words
 from trajpack.kernels.dispatch import check_not_captured
 from trajpack.packing.buffer import resident
 from trajpack.packing.buffer.staging import Staging
@@ -18,7 +16,6 @@ from trajpack.packing.buffer.tables import columns_for
 from trajpack.packing.micro_batches import cutting
 
 CUDA = torch.device("cuda")
-gather_words_module = sys.modules["trajpack.kernels.fields.gather_words"]
 
 
 @pytest.fixture
@@ -105,11 +102,10 @@ def test_what_copies_from_memory_of_one_call_is_not_captured(device, monkeypatch
         lambda: batch.select([0]): "micro-batches",
         lambda: batch.split(plan): "micro-batches",
         lambda: batch.merge(plan, [batch.input_ids]): "micro-batches",
-        lambda: gather_words([torch.tensor([1])], impl="triton"): "gather_words",
         lambda: pack_resident([Trajectory("a", [turn])]): "pack_resident",
     }
     real = check_not_captured
-    for module in (gather_words_module, cutting, resident):  # tensors are the host's
+    for module in (cutting, resident):  # tensors are the host's
         monkeypatch.setattr(
             module, "check_not_captured", lambda op, _, remedy: real(op, CUDA, remedy)
         )

@@ -29,6 +29,14 @@ _CANNOT_DO: tuple[tuple[str, object], ...] = (
 """Fields of other libraries' sampling objects, with the only supported value."""
 
 
+def check_transformers() -> None:
+    """Raise `ImportError` if the batching of transformers has no seed and cannot be stopped."""
+    from transformers import __version__ as version
+
+    if tuple(map(int, version.split(".")[:2])) < (5, 15):
+        raise ImportError(f"TransformersEngine needs transformers 5.15 or later, got {version}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """Limits of a request."""

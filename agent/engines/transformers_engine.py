@@ -61,6 +61,9 @@ class TransformersEngine(QueuedEngine):
             and what memory allows on a GPU.
         seed: Of the sampling.
         version: Version of the weights that ``model`` holds now.
+
+    Raises:
+        ImportError: If the installed transformers is older than 5.15.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class TransformersEngine(QueuedEngine):
         version: int = 0,
     ) -> None:
         require("transformers")
+        batching.check_transformers()
         super().__init__()
         self._model: Any = model
         self._eos_token_ids = batching.read_eos(model, eos_token_id)
@@ -153,7 +157,7 @@ class TransformersEngine(QueuedEngine):
                 self._batching.output_router.result_handlers.pop(request_id, None)
 
     async def update_weights(self, state_dict: Mapping[str, torch.Tensor], version: int) -> None:
-        """Load new weights between two tokens, without losing a request in flight.
+        """Load new weights between two tokens; generation stands still, no request is lost.
 
         Requests in flight keep the cache that older weights filled. Each of their tokens
         is reported with the version that sampled it.
@@ -167,8 +171,6 @@ class TransformersEngine(QueuedEngine):
             ValueError: If the version does not increase, or names or shapes differ from
                 the model's. The weights stay as they were.
             RuntimeError: If generation is not running, or transformers is older than 5.19.
-
-        Cost: generation stands still while the weights are copied.
         """
         if self._batching is None or self._end is not None:
             raise RuntimeError("update_weights: the engine is not running")

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import zipfile
 from functools import cache
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from tests.support.source_copy import copy_source
 
 LAYERS = ("kernels", "packing", "agent")
 PYTHON = sys.executable
-NEEDED = "trajpack needs Python 3.11, 3.12 or 3.13"
+NEEDED = "trajpack needs Python 3.11 or later"
 VERSION = 'case "$*" in *version_info*) echo 3.12.0 ;;'
 """Beginning of a script that tells its version as Python does."""
 
@@ -48,7 +47,7 @@ def run(command: list[object], folder: Path | None = None) -> subprocess.Complet
 
 
 def is_good(version: str) -> bool:
-    return version.startswith(("3.11.", "3.12.", "3.13."))
+    return tuple(map(int, version.split("."))) >= (3, 11)
 
 
 @pytest.fixture(scope="module")
@@ -125,25 +124,15 @@ def refusal(folder: Path, python: object) -> str:
     return said
 
 
-def test_the_versions_are_those_of_the_project(fresh: Path) -> None:
-    said = refusal(fresh, "no-such-python")
-    assert said.startswith(f"{NEEDED}; no-such-python does not run here: make install PYTHON=")
-
-
-@pytest.mark.slow
-def test_a_wrong_python_is_refused_in_one_sentence(
-    wrong_pythons: dict[str, str], fresh: Path
-) -> None:
-    for version, python in wrong_pythons.items():
-        said = refusal(fresh, python)
-        assert said.startswith(f"{NEEDED}; {python} is {version}: make install PYTHON=python3.")
-
-
-def test_a_python_that_is_but_a_shim_is_refused_in_one_sentence(
-    fresh: Path, tmp_path: Path
+def test_a_python_that_cannot_be_used_is_refused_in_one_sentence(
+    wrong_pythons: dict[str, str], fresh: Path, tmp_path: Path
 ) -> None:
     shim = script(tmp_path / "python3.12", "echo 'a shim: command not found' >&2; exit 127")
-    assert refusal(fresh, shim).startswith(f"{NEEDED}; {shim} does not run here: make install ")
+    version, wrong = max(wrong_pythons.items())
+    reasons = {"no-such-python": "does not run here", shim: "does not run here"}
+    for python, reason in {**reasons, wrong: f"is {version}"}.items():
+        said = refusal(fresh, python)
+        assert said.startswith(f"{NEEDED}; {python} {reason}: make install PYTHON=python3.")
 
 
 @pytest.mark.parametrize("module", ["venv", "ensurepip"])
@@ -160,19 +149,6 @@ def test_a_python_without_what_makes_environments_is_refused(
     )
 
 
-@pytest.mark.slow
-def test_after_a_refusal_a_good_python_makes_the_environment(
-    copy: Path, quick_python: Path
-) -> None:
-    refusal(copy, "no-such-python")
-    done = make_venv(copy, quick_python)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert runs(copy)
-    (copy / ".venv" / "mark").touch()
-    assert make_venv(copy, "no-such-python").returncode == 0  # it is there: no other is needed
-    assert (copy / ".venv" / "mark").exists()
-
-
 def test_an_environment_of_a_wrong_python_is_replaced_by_a_good_one(
     copy: Path, quick_python: Path, wrong_pythons: dict[str, str]
 ) -> None:
@@ -182,9 +158,12 @@ def test_an_environment_of_a_wrong_python_is_replaced_by_a_good_one(
     done = make_venv(copy, quick_python)
     assert done.returncode == 0
     assert done.stderr == (
-        "replacing .venv: it is not a whole environment of Python 3.11, 3.12 or 3.13\n"
+        "replacing .venv: it is not a whole environment of Python 3.11 or later\n"
     )
     assert runs(copy)
+    (copy / ".venv" / "mark").touch()
+    assert make_venv(copy, "no-such-python").returncode == 0  # it is there: no other is needed
+    assert (copy / ".venv" / "mark").exists()
 
 
 @pytest.mark.parametrize("half", ["without pip", "without its Python", "empty"])
@@ -251,8 +230,6 @@ def test_a_python_that_is_asked_for_in_vain_is_refused(installed: Path) -> None:
     assert refusal(installed, "no-such-python").startswith(f"{NEEDED}; no-such-python ")
     major, minor, micro = sys.version_info[:3]
     for version, python in found_pythons().items():
-        if not is_good(version):
-            assert refusal(installed, python).startswith(f"{NEEDED}; {python} ")
         if is_good(version) and not version.startswith(f"{major}.{minor}."):
             assert refusal(installed, python) == (
                 f".venv is of Python {major}.{minor}.{micro} and {python} is "
@@ -363,25 +340,10 @@ def test_a_failed_installation_of_the_demonstration_is_tried_again(installed: Pa
 # copies without links
 
 
-@pytest.fixture(scope="module", params=["texts", "lost", "unzipped"])
+@pytest.fixture(scope="module", params=["texts", "lost"])
 def without_links(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Copies by tools that do not know symbolic links; Python's zipfile is one."""
-    folder = tmp_path_factory.mktemp("links")
-    if request.param != "unzipped":
-        return copy_source(folder / "trajpack", links=request.param)
-    source = copy_source(folder / "source")
-    with zipfile.ZipFile(folder / "trajpack.zip", "w") as archive:
-        for path in source.rglob("*"):
-            name = str(path.relative_to(source))
-            if path.is_symlink():
-                entry = zipfile.ZipInfo(name)
-                entry.external_attr = 0o120777 << 16
-                archive.writestr(entry, os.readlink(path))
-            elif path.is_file():
-                archive.write(path, name)
-    with zipfile.ZipFile(folder / "trajpack.zip") as archive:
-        archive.extractall(folder / "trajpack")
-    return folder / "trajpack"
+    """Copies by tools that do not know symbolic links."""
+    return copy_source(tmp_path_factory.mktemp("links") / "trajpack", links=request.param)
 
 
 LOST = (

@@ -3,6 +3,7 @@
 import tomllib
 import venv
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -13,10 +14,7 @@ PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text
 
 def required(*extras: str) -> set[str]:
     """Return the packages that trajpack and some of its extras require, in the end."""
-    texts = [*PROJECT["dependencies"]]
-    for extra in extras:
-        texts += PROJECT["optional-dependencies"][extra]
-    waiting = [(Requirement(text), "") for text in texts]
+    waiting = [(Requirement(f"trajpack[{','.join(extras)}]"), "")]
     found: set[str] = set()
     seen = set()
     while waiting:
@@ -25,6 +23,11 @@ def required(*extras: str) -> set[str]:
         if key in seen or not (need.marker is None or need.marker.evaluate({"extra": of_extra})):
             continue
         seen.add(key)
+        if key[0] == "trajpack":  # as the sources say, not an installation
+            texts = [PROJECT["dependencies"]]
+            texts += [PROJECT["optional-dependencies"][extra] for extra in need.extras]
+            waiting += [(Requirement(text), "") for text in chain(*texts)]
+            continue
         found.add(key[0])
         for extra in ("", *need.extras):
             waiting += [(Requirement(text), extra) for text in metadata.requires(need.name) or ()]

@@ -1,5 +1,7 @@
+import ast
 import dataclasses
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,43 +29,59 @@ def test_the_real_class_has_the_fields(params_class, make):
     params = to_packed_seq_params(batch)
     assert type(params) is params_class
     given = packed_seq_params_kwargs(batch)
-    for field in dataclasses.fields(params_class):
-        assert getattr(params, field.name) is given.get(field.name), field.name
+    for name in {field.name for field in dataclasses.fields(params_class)} - {"seq_idx"}:
+        assert getattr(params, name) is given.get(name), name
+    assert torch.equal(params.seq_idx, given["seq_idx"])
     assert params.qkv_format == "thd"
     for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
         assert getattr(params, name).dtype == torch.int32, name
     assert type(params.max_seqlen_q) is type(params.max_seqlen_kv) is int
+    assert params.pad_between_seqs is (make is aligned)
+    derived = params_class(
+        **{name: given[name] for name in ("cu_seqlens_q_padded", "total_tokens")}
+    )
+    assert torch.equal(params.seq_idx, derived.seq_idx)
 
 
-def check_total(params):
-    assert params.total_tokens is None, "it would read the device for seq_idx"
+LATER = ("total_tokens", "seq_idx", "pad_between_seqs")
 
 
-LATER = """
-qkv_format cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q
-max_seqlen_kv local_cp_size cp_group total_tokens seq_idx tokens_per_sample pad_between_seqs
-cp_scatter_cache"""
-LaterParams = dataclasses.make_dataclass(
-    "LaterParams",
-    [(name, object, None) for name in LATER.split()],
-    namespace={"__post_init__": check_total},
-)
-"""The fields of the class in later versions, and what it does on its own."""
-
-
-@pytest.mark.usefixtures("params_class")
-def test_later_versions_get_derived_fields_afterwards(monkeypatch):
+def test_an_older_class_gets_the_fields_that_it_has(params_class, monkeypatch):
     import megatron.core.packed_seq_params as module
 
-    monkeypatch.setattr(module, "PackedSeqParams", LaterParams)
-    micro_batch = aligned()
-    params = to_packed_seq_params(micro_batch)
-    assert params.pad_between_seqs is True
-    assert params.total_tokens == 64
-    lengths = micro_batch.cu_seqlens_padded.diff()
-    expected = torch.repeat_interleave(torch.arange(3, dtype=torch.int32), lengths)
-    assert torch.equal(params.seq_idx, expected[None])
-    assert to_packed_seq_params(some_batch()).pad_between_seqs is False
+    names = [field.name for field in dataclasses.fields(params_class) if field.name not in LATER]
+    older = dataclasses.make_dataclass("Older", [(name, object, None) for name in names])
+    monkeypatch.setattr(module, "PackedSeqParams", older)
+    params, given = to_packed_seq_params(aligned()), packed_seq_params_kwargs(aligned())
+    for name in names:
+        assert (getattr(params, name) is None) is (name not in given), name
+
+
+def test_the_class_does_not_read_the_device(params_class, monkeypatch):
+    """It would if it were made with ``total_tokens``."""
+    made = []
+    monkeypatch.setattr(params_class, "__post_init__", lambda self: made.append(self.total_tokens))
+    assert to_packed_seq_params(aligned()).total_tokens == 64
+    assert made == [None]
+
+
+@pytest.mark.parametrize(("lengths", "is_right"), [("both", False), ("padded", True)])
+def test_labels_of_multi_token_prediction_need_padded_lengths(peer, lengths, is_right):
+    """Its own function takes the true lengths for boundaries in memory."""
+    path = peer("megatron-core").folder / "megatron/core/transformer/multi_token_prediction.py"
+    (roll,) = (
+        node
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name == "_roll_tensor_packed_seq"
+    )
+    scope = {"torch": torch}
+    exec(compile(ast.Module([roll], []), str(path), "exec"), scope)
+    batch = aligned()
+    params = SimpleNamespace(**packed_seq_params_kwargs(batch, lengths=lengths))
+    rolled, _ = scope["_roll_tensor_packed_seq"](batch.input_ids[None], -1, -1, params)
+    labels = batch.labels()
+    is_label = labels != -100
+    assert torch.equal(rolled[0, is_label], labels[is_label]) is is_right
 
 
 def test_both_lengths_and_padded_ones_alone():

@@ -51,6 +51,13 @@ def the_table() -> dict[str, dict[str, str]]:
 OUTCOMES = {"right": None, "refused": "cannot take packed sequences", "wrong": "see each other"}
 """What can come of packed sequences, and what `check_isolation` says of it."""
 TABLE = the_table()
+(TABLE_VERSION,) = re.findall(r"^## Families of transformers (.*)$", PAGE.read_text(), re.M)
+of_this_version = pytest.mark.skipif(
+    not transformers.__version__.startswith(f"{TABLE_VERSION}."),
+    reason=f"the table is of transformers {TABLE_VERSION}, installed is {transformers.__version__}",
+)
+LARGEST_ROUNDING = 3e-4
+"""Of the deviation of logits: rounding moves ``dory`` by 1.1e-4, and ``zamba`` leaks 8.5e-4."""
 RECURRENT = [family for family, row in TABLE.items() if "recurrent" in row]
 
 
@@ -75,7 +82,8 @@ def outcome(model, inputs, expected):
             packed = model(**inputs).logits[0]
         except (TypeError, ValueError):
             return "refused"
-    return "right" if (packed - expected).abs().max() < 1e-4 * expected.std() else "wrong"
+    moved = (packed - expected).abs().max() / expected.std()
+    return "right" if moved < LARGEST_ROUNDING else "wrong"
 
 
 def make(family, kernels):
@@ -86,14 +94,14 @@ def make(family, kernels):
     )
 
 
+@of_this_version
 @pytest.mark.slow
 def test_the_table_has_every_family_that_is_tried():
     assert set(TABLE) == set(FAMILIES)
     assert {family for family in FAMILIES if takes_kernels(family)} == set(RECURRENT)
-    if transformers.__version__.startswith("5.23."):  # others may have other families
-        mapping = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        left_out = {family for families in NOT_TINY.values() for family in families}
-        assert set(mapping) == set(FAMILIES) | left_out
+    mapping = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    left_out = {family for families in NOT_TINY.values() for family in families}
+    assert set(mapping) == set(FAMILIES) | left_out
 
 
 def pytest_generate_tests(metafunc):
@@ -107,6 +115,7 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("family", [*chain.from_iterable(families)])
 
 
+@of_this_version
 @pytest.mark.attack
 @pytest.mark.usefixtures("flash_attention")
 def test_a_family_is_right_or_named(family):
@@ -126,6 +135,7 @@ def test_a_family_is_right_or_named(family):
             check_isolation(model)
 
 
+@of_this_version
 @pytest.mark.attack
 def test_a_family_of_attention_that_is_right_passes_the_check(tries):
     right = [f for f in TABLE if TABLE[f]["none"] == "right"]

@@ -82,9 +82,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_layers": 4}
     | {"hidden_size": 32, "num_heads": 4, "window_size": 16},
     "granitemoehybrid": HYBRID | MAMBA2,
-    **dict.fromkeys(["inkling_text", "inkling2_text"], SHORT_WINDOWS),
+    **dict.fromkeys(["inkling_text", "inkling2_text", "inkling2_loop_text"], SHORT_WINDOWS),
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
     "kimi_linear": HYBRID | {"num_key_value_heads": 4, "linear_head_dim": 8, "linear_num_heads": 4},
+    "lara_mini": DELTA,
     "lfm2": HYBRID | {"layer_types": ["conv", FULL]},
     "lfm2_moe": HYBRID | {"layer_types": ["conv", FULL], "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 16},
@@ -114,6 +115,7 @@ NOT_TINY = {
         *("gemma3", "gemma3n", "gemma4", "gemma4_unified", "llama4", "qwen3_5", "qwen3_5_moe"),
         "qwen4_exp",
     ],
+    "has no module in the wheel": ["exaone", "sarvam_mla", "sarvam_moe"],
     "needs images, sound or another model": [
         *("fuyu", "gemma4_assistant", "gemma4_unified_assistant", "git", "got_ocr2"),
         *("moss_transcribe_diarize", "musicgen", "musicgen_melody", "phi4_multimodal"),

@@ -92,21 +92,6 @@ def test_a_rollout_by_servers(
     assert sum(len(server.draws) for server in servers) == len(completions)
 
 
-def test_a_server_with_another_vocabulary_is_not_believed(
-    tokenizer_folder: Path, tmp_path: Path
-) -> None:
-    size = len(build_tiny_model()[1])
-
-    async def draw(asked: Asked) -> Answer:
-        return Answer(body=vllm_body([size]))
-
-    out, options = tmp_path / "batch.safetensors", ["--engine", "vllm", "--model", tokenizer_folder]
-    with served(drawing(draw, say_vllm), 1) as (server,):
-        said = refusal("rollout", *SMALL, "--out", out, *options, "--server", server.url)
-    assert f"{size}" in said
-    assert "all 6 episodes failed" in said
-
-
 def shorten_start(monkeypatch: pytest.MonkeyPatch) -> None:
     shorter = partial(ServerOptions, time_limits=TimeLimits(start_s=0.2))
     monkeypatch.setattr("trajpack.agent.servers.options.ServerOptions", shorter)

@@ -45,24 +45,16 @@ def roll_out(settings: RolloutSettings, layout: LayoutName, out: Path) -> int:
     second one, and one outside the episodes, ends the command at once. A SetupError names the
     batch if it was written.
     """
-
-    def stamp() -> tuple[int, int] | None:
-        """Return inode and modification time, which change when the file is replaced."""
-        try:
-            return (status := out.stat()).st_ino, status.st_mtime_ns
-        except OSError:
-            return None
-
-    before = stamp()
+    saved: list[Path] = []
     try:
         with _sigterm_as_interrupt():
-            return _roll_out(settings, layout, out)
+            return _roll_out(settings, layout, out, saved=saved)
     except KeyboardInterrupt:
         kept = "" if settings.log is None else f"; {settings.log} has what has finished"
-        say(f"interrupted: {_NOTHING if stamp() == before else f'the batch is in {out}'}{kept}")
+        say(f"interrupted: {f'the batch is in {out}' if saved else _NOTHING}{kept}")
         return 130
     except SetupError as error:
-        if stamp() == before:
+        if not saved:
             raise
         raise SetupError(f"{error}; the batch is in {out}") from error
 
@@ -85,7 +77,10 @@ def _sigterm_as_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _roll_out(settings: RolloutSettings, layout: LayoutName, out: Path) -> int:
+def _roll_out(
+    settings: RolloutSettings, layout: LayoutName, out: Path, *, saved: list[Path]
+) -> int:
+    """Roll out; add ``out`` to ``saved`` once the batch is written."""
     silence_transformers()
     if settings.model is not None:
         settings = replace(
@@ -120,6 +115,7 @@ def _roll_out(settings: RolloutSettings, layout: LayoutName, out: Path) -> int:
             metrics.pack_ended(batch, time.perf_counter() - began)
         with writing(out):
             save_rollout(batch, prepared.tokenizer, out)
+        saved.append(out)
         rows = report(outcome, board.progress, batch, num_merged=buffer.num_tokens)
         rows += tree_rows(batch, layout)
         title = f"{len(outcome.results):,} of {prepared.num_episodes:,} episodes"

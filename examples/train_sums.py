@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 import trajpack
-from trajpack import Trajectory, Turn
+from trajpack import Trajectory, Turn, save
 from trajpack.agent import (
     MathMultiTurnAgent,
     Prompt,
@@ -288,7 +288,7 @@ def main(arguments=None):
             print(f"curves: {options.out}")
         if batches and options.batch is not None:
             options.batch.parent.mkdir(parents=True, exist_ok=True)
-            batches[0].save(options.batch)
+            save(batches[0], options.batch)
             tokenizer.save_pretrained(options.batch.with_suffix(".tokenizer"))
     right = [record["right answers"] for record in records]
     print(f"right answers: {right[0]:.0%} in the first step, {np.mean(right[-5:]):.0%} at the end")

@@ -21,6 +21,11 @@ from trajpack.packing.credit.estimators import (
     TurnReturns as TurnReturns,
     VTrace as VTrace,
 )
+from trajpack.packing.files.storage import (
+    load as load,
+    load_tree as load_tree,
+    save as save,
+)
 from trajpack.packing.loader.dataset import PackedDataset as PackedDataset
 from trajpack.packing.micro_batches.alignment import Alignment as Alignment
 from trajpack.packing.micro_batches.micro_batch import MicroBatch as MicroBatch

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+LEFTOVER_SECONDS = 3600
+"""Age beyond which an unfinished file has no writer any more."""
 
 
 def write_durably(path: Path, content: Any) -> None:
@@ -46,6 +52,17 @@ def replacing(path: Path, unfinished: Path | None = None) -> Iterator[Path]:
         with suppress(OSError):
             unfinished.unlink(missing_ok=True)
         raise
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove hidden files and folders ``.NAME.*.tmp`` beside ``path`` that are older than an hour.
+
+    They are what writers of ``path`` left that were killed.
+    """
+    for old in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        with suppress(OSError):
+            if time.time() - old.stat().st_mtime > LEFTOVER_SECONDS:
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
 
 
 def make_folder(folder: Path) -> None:

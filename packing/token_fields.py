@@ -47,6 +47,8 @@ DTYPES = {
     )
 }
 """Dtypes of fields by their names in files."""
+MAX_DIMENSIONS = 63
+"""Dimensions of a token's row at most: numpy holds one more."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class TokenField:
 
     For instance routed experts, values, log-probabilities of a reference model, temperatures. The
     field is declared once, at the buffer; each turn has its rows in `Turn.fields`.
-    `TrajectoryBuffer.pack`, `PackedBatch.unpack` and `PackedBatch.save` include it.
+    `TrajectoryBuffer.pack`, `PackedBatch.unpack` and `trajpack.save` include it.
     `PackedBatch.with_field` adds rows that are computed after packing.
 
     Attributes:
@@ -100,8 +102,12 @@ class TokenField:
         if not isinstance(self.shape, (tuple, list, torch.Size)):
             raise TypeError(f"field {self.name!r}: shape must be a tuple, got {self.shape!r}")
         object.__setattr__(self, "shape", tuple(self.shape))
-        if any(type(size) is not int or size < 1 for size in self.shape):
-            raise ValueError(f"field {self.name!r}: shape must hold sizes >= 1, got {self.shape}")
+        wrong = (type(size) is not int or size < 1 for size in self.shape)
+        if any(wrong) or len(self.shape) > MAX_DIMENSIONS:
+            raise ValueError(
+                f"field {self.name!r}: shape must hold up to {MAX_DIMENSIONS} sizes >= 1, "
+                f"got {shown(self.shape)}"
+            )
         if type(self.generated_only) is not bool:
             got = shown(self.generated_only)
             raise TypeError(f"field {self.name!r}: generated_only must be a bool, got {got}")

@@ -10,6 +10,8 @@ from typing import Any
 from trajpack.agent.models.causal_model import save_tokenizer
 from trajpack.agent.rollout.places import tokenizer_folder
 from trajpack.packing.batch.batch import PackedBatch
+from trajpack.packing.durable_files import remove_leftovers
+from trajpack.packing.files.storage import save
 
 
 def save_rollout(batch: PackedBatch, tokenizer: Any, batch_file: Path) -> None:
@@ -19,7 +21,7 @@ def save_rollout(batch: PackedBatch, tokenizer: Any, batch_file: Path) -> None:
         OSError: If either cannot be written; earlier files do not change then.
     """
     folder = tokenizer_folder(batch_file)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=batch_file.parent))
+    unfinished = Path(tempfile.mkdtemp(".tmp", f".{folder.name}.", batch_file.parent))
     written, replaced = unfinished / "written", unfinished / "replaced"
     is_written = False
     try:
@@ -28,7 +30,8 @@ def save_rollout(batch: PackedBatch, tokenizer: Any, batch_file: Path) -> None:
         if folder.exists():
             folder.rename(replaced)
         written.rename(folder)
-        batch.save(batch_file)
+        save(batch, batch_file)
+        remove_leftovers(folder)
     except BaseException:
         if is_written and not written.exists():
             folder.rename(written)

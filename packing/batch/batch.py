@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -500,8 +499,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
         """Return the batch with a `loss_mask` that is False where ``mask`` is.
 
         Tokens that are masked have no weight in `loss_weights` and no row in `logprob_rows`, which
-        then has rows of -1 at its end: `num_generated` stays. Call it after `with_advantages`. A
-        file holds the mask of the turns; narrow it again after `load`.
+        then has rows of -1 at its end: `num_generated` stays. Call it after `with_advantages`.
 
         Args:
             mask: bool ``[tokens]``, such as of `trajpack.kernels.staleness_mask`.
@@ -976,8 +974,8 @@ class PackedBatch(LabelMethods, LogprobMethods):
     def with_field(self, field: TokenField, rows: torch.Tensor) -> PackedBatch:
         """Return the batch with an extra field that was computed after packing.
 
-        For instance log-probabilities of a teacher. `save` and `unpack` include the field. The new
-        batch shares all other tensors.
+        For instance log-probabilities of a teacher. `trajpack.save` and `unpack` include the field.
+        The new batch shares all other tensors.
 
         Args:
             field: Declaration with a new name.
@@ -1025,46 +1023,6 @@ class PackedBatch(LabelMethods, LogprobMethods):
             rows = bits.masked_fill(is_context, fill).view(field.dtype)
         fields = {**self.fields, field.name: rows}
         return self.replaced(fields=fields, token_fields=declared)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the batch to a ``.safetensors`` file atomically.
-
-        A batch that `load` would reject is rejected here: wrong dtypes or shapes, a narrowed
-        `loss_mask`, returns that do not follow from the rewards, an extra field that is not
-        declared (see `with_field`). Any values are accepted in `advantages`, `metrics` and extra
-        fields, and in `returns` beside `advantages`.
-
-        Raises:
-            OSError: If the file cannot be written, or ``path`` is a folder, a pipe or a device. A
-                file at ``path`` then keeps its content.
-            ValueError: If the batch is padded, or its fields contradict each other. The error
-                names the field and a remedy.
-
-        Cost: copies the batch to the host (synchronises), checks every value there, and takes
-            twice its memory until it is written.
-        """
-        from trajpack.packing.batch.storage import save
-
-        save(self, path)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> PackedBatch:
-        """Read a batch from a file of `save`, to the host.
-
-        The tensors are copies, which later writes to the file do not change. `load` makes the
-        same checks as `save`: a damaged or foreign file is either rejected or a consistent batch.
-
-        Raises:
-            OSError: If the file cannot be read.
-            ValueError: If the file is no packed batch, has an unknown schema, or has fields that
-                contradict each other. The error names the file and the field.
-
-        Cost: one read of the file and a check of every value. Memory: the tensors, some MB, and a
-            few times the size of names and lengths, which are at most 100 MB of a file.
-        """
-        from trajpack.packing.batch.storage import load
-
-        return load(path)
 
     def replaced(self, *, is_known: bool = False, **changes: Any) -> Self:
         """Return the batch with other fields, and with the lengths that the host knows.

@@ -33,7 +33,7 @@ def unpack(batch: PackedBatch) -> list[Trajectory]:
         >>> unpack(pack(trajectories)) == trajectories
         True
     """
-    host = {name: tensor.cpu().numpy() for name, tensor in batch.tensors().items()}
+    host = {name: tensor.detach().cpu().numpy() for name, tensor in batch.tensors().items()}
     ids = host["input_ids"].astype(np.int32)
     host["rollout_logprobs"] = host["rollout_logprobs"].copy()  # on the host a view of the batch
     fields: dict[str, Any] = {
@@ -75,7 +75,7 @@ def _turn(host: dict[str, npt.NDArray[Any]], ids: npt.NDArray[np.int32], turn: i
 
 def _host_copy(field: torch.Tensor) -> Any:
     """Return a copy of a field: a numpy array, or a tensor if numpy lacks the dtype."""
-    copied = field.cpu().clone()
+    copied = field.detach().cpu().clone()
     try:
         return copied.numpy()
     except TypeError:  # bfloat16 and narrower floats

@@ -51,7 +51,6 @@ class Entries(PackedBatch):
     logprobs: Any = _refused("logprobs", "call TreeBatch.logprobs")
     model_inputs: Any = _refused("model_inputs", "call TreeBatch.model_inputs")
     unpack: Any = _refused("unpack", "call TreeBatch.unpack")
-    save: Any = _refused("save", "call TreeBatch.save")
     select: Any = _refused("select", "call TreeBatch.micro_batches")
     split: Any = _refused("split", "call TreeBatch.micro_batches")
     micro_batches: Any = _refused("micro_batches", "call TreeBatch.micro_batches")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, get_args
 
@@ -14,7 +13,6 @@ from trajpack.kernels.dispatch import Impl, resolve_impl
 from trajpack.kernels.fields.gather_fields import gather_fields
 from trajpack.kernels.runs import MAX_TOKENS, Run, in_tiles
 from trajpack.packing.batch.batch import PackedBatch
-from trajpack.packing.batch.storage import load_with_options
 from trajpack.packing.buffer.buffer import (
     State,
     TrajectoryBuffer,
@@ -118,16 +116,6 @@ def pack_tree(
     return _tree_of_buffer(buffer, share, boundary, impl)
 
 
-def load_tree(path: str | os.PathLike[str]) -> TreeBatch:
-    """Implement `TreeBatch.load`."""
-    batch, metadata = load_with_options(path)
-    options: Any = metadata.get("share", "once"), metadata.get("boundary", "shared")
-    try:
-        return tree_of(batch, *options)
-    except ValueError as error:
-        raise ValueError(f"{os.fsdecode(path)} is not a readable tree: {error}") from error
-
-
 def tree_of(batch: PackedBatch, share: Share = "once", boundary: Boundary = "shared") -> TreeBatch:
     """Return the tree of a batch of layout ``"merged"`` on the host: undo `TreeBatch.merged`.
 
@@ -140,9 +128,9 @@ def tree_of(batch: PackedBatch, share: Share = "once", boundary: Boundary = "sha
     tree = pack_tree(batch.unpack(), share, "cpu", fields=batch.token_fields, boundary=boundary)
     begin, end = batch.turn_spans.numpy().astype(np.int64).T
     at, kept = torch.from_numpy(expanded(begin, end - begin)), {}
-    for name in ("returns", "advantages", "turn_returns", "metrics", "metric_names"):
+    for name in ("returns", "advantages", "loss_mask", "turn_returns", "metrics", "metric_names"):
         value = getattr(batch, name)
-        of_tokens = name in ("returns", "advantages") and value is not None
+        of_tokens = name in ("returns", "advantages", "loss_mask") and value is not None
         kept[name] = value[at] if of_tokens else value
     return dataclasses.replace(tree, entries=tree.entries.replaced(**kept))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ import torch
 from trajpack.kernels.fields.units import UNITS
 from trajpack.kernels.scan.observations import PASSING
 from trajpack.packing.batch.batch import UNALIGNED, PackedBatch, SequenceOf
-from trajpack.packing.batch.storage import save
 from trajpack.packing.conversion import sent
 from trajpack.packing.micro_batches.alignment import Alignment
 from trajpack.packing.micro_batches.cutting import merged
@@ -370,7 +368,7 @@ class TreeBatch(TreeNodes):
         given |= {
             "input_ids": tree.input_ids[path],
             "position_ids": tree.position_ids[path],
-            "prompt_mask": ~given["loss_mask"],
+            "prompt_mask": given["turn_ids"] < 0,
             "layout": "merged",
             "seqlens": tuple(lengths.tolist()),
         }
@@ -382,35 +380,6 @@ class TreeBatch(TreeNodes):
         Cost: as `merged`.
         """
         return self.merged().unpack()
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the trajectories, their advantages, returns and options to a file.
-
-        `PackedBatch.load` reads it too, as ``batch.merged()``. It holds shared prefixes once for
-        each chain.
-
-        Raises:
-            OSError, ValueError: As `PackedBatch.save`.
-
-        Cost: as `merged` and `PackedBatch.save`.
-        """
-        save(self.merged(), path, {"share": self.share, "boundary": self.boundary})
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> TreeBatch:
-        """Read a file of `save` to the host, with its `share` and `boundary`.
-
-        A file of a `PackedBatch` of layout ``"merged"`` becomes a tree of the default options.
-
-        Raises:
-            OSError: If the file cannot be read.
-            ValueError: As `PackedBatch.load`; also if the layout is not ``"merged"``.
-
-        Cost: as `PackedBatch.load`, and as `trajpack.pack_tree` of its trajectories.
-        """
-        from trajpack.packing.tree.pack_tree import load_tree
-
-        return load_tree(path)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TreeBatch:
         """Return the batch on ``device``; the same object if it is there already.

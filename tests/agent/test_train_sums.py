@@ -15,7 +15,7 @@ import torch
 
 import trajpack
 from tests.commands.command import call
-from trajpack import PackedBatch, Trajectory, Turn
+from trajpack import PackedBatch, Trajectory, Turn, load
 from trajpack.agent import MathMultiTurnAgent, Prompt, SamplingParams
 from trajpack.agent.environments.questions import (
     ExactAnswerEnvironment,
@@ -80,7 +80,7 @@ def test_a_training_leaves_a_page_and_its_last_batch(
     assert page.count("<pre>") == 4  # a conversation of each question, of the first and last step
     assert "&lt;|assistant|&gt;" in page
     assert "<script" not in page
-    batch = PackedBatch.load(file)
+    batch = load(file)
     assert batch.advantages is not None
     assert len(batch.ids) == 16
     assert "<|assistant|>" in call("inspect", file).stdout  # the tokenizer is beside it

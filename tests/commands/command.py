@@ -40,12 +40,12 @@ def refusal(*arguments: Any) -> str:
 
 
 def signal_before(monkeypatch: pytest.MonkeyPatch, place: str, *numbers: signal.Signals) -> None:
-    """Send this process signals when the command calls ``place``, a path within trajpack."""
-    original = operator.attrgetter(place)(trajpack)
+    """Send this process signals when the command first calls ``place``, a path in trajpack."""
+    original, pending = operator.attrgetter(place)(trajpack), [*numbers]
 
     def signalled(*arguments: Any, **options: Any) -> Any:
-        for number in numbers:
-            os.kill(os.getpid(), number)
+        while pending:
+            os.kill(os.getpid(), pending.pop(0))
         return original(*arguments, **options)
 
     monkeypatch.setattr(f"trajpack.{place}", signalled)

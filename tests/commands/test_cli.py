@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 import trajpack
 from tests.commands.command import Done, call, refusal, signal_before
 from tests.support.warm_programs import WarmPrograms
-from trajpack import PackedBatch, Trajectory, Turn, pack
+from trajpack import PackedBatch, Trajectory, Turn, load, load_tree, pack, save
 from trajpack.agent.agents.answer_log import AnswerLog
 from trajpack.agent.agents.math_multi_turn import MathMultiTurnAgent
 from trajpack.agent.environments.math_verify import MathVerifyEnvironment
@@ -67,7 +67,7 @@ def batch_file(folder: Path, rolled_out: Done) -> Path:
 
 
 def test_rollout_packs_every_sample_of_every_prompt_in_order(batch_file: Path) -> None:
-    trajectories = PackedBatch.load(batch_file).unpack()
+    trajectories = load(batch_file).unpack()
     prompts = ["sum-0", "sum-1"]
     assert [one.id for one in trajectories] == [f"{p}@{k}" for p in prompts for k in range(2)]
     assert [one.group for one in trajectories] == [p for p in prompts for _ in range(2)]
@@ -98,7 +98,7 @@ def test_rollout_reports_its_results_without_control_characters(
         r"episodes 4 of 4, 8 turns, [\d,]+ tokens/s, \d+% right, 0:\d\d\n",
         rolled_out.stderr,
     )
-    batch = PackedBatch.load(batch_file)
+    batch = load(batch_file)
     num_as_turns = sum(len(prompt) + len(completion) for _, prompt, completion in tokens(batch))
     saved = f"of the tokens: {batch.num_tokens:,} in place of {num_as_turns:,}, turn by turn"
     assert saved in " ".join(rolled_out.stdout.split())
@@ -118,17 +118,17 @@ def test_the_seed_decides_every_token_of_a_rollout_one_at_a_time(
     again, other = tmp_path / "again.safetensors", tmp_path / "other.safetensors"
     assert call("rollout", *SMALL, "--out", again).status == 0
     assert call("rollout", *SMALL, "--out", other, "--seed", 1).status == 0
-    first, second = PackedBatch.load(batch_file), PackedBatch.load(again)
+    first, second = load(batch_file), load(again)
     assert tokens(first) == tokens(second)
     assert torch.equal(first.rollout_logprobs, second.rollout_logprobs)
-    assert tokens(first) != tokens(PackedBatch.load(other))
+    assert tokens(first) != tokens(load(other))
 
 
 def test_layout_and_discount_reach_the_batch(tmp_path: Path) -> None:
     out = tmp_path / "new" / "turns.safetensors"
     options = ["--layout", "turns", "--turn-discount", "0.5", "--group-size", "1"]
     assert call("rollout", *SMALL, *options, "--out", out).status == 0
-    batch = PackedBatch.load(out)
+    batch = load(out)
     assert (batch.layout, len(batch), len(batch.ids)) == ("turns", 4, 2)
     assert batch.turn_discounts == (0.5, 0.5)
 
@@ -137,10 +137,10 @@ def test_a_tree_is_saved_as_merged_and_reported(batch_file: Path, tmp_path: Path
     out = tmp_path / "tree.safetensors"
     done = call("rollout", *SMALL, "--layout", "tree", "--out", out)
     assert done.status == 0, done.stderr
-    batch, merged = PackedBatch.load(out), PackedBatch.load(batch_file)
+    batch, merged = load(out), load(batch_file)
     assert (batch.layout, tokens(batch)) == ("merged", tokens(merged))
     assert torch.equal(batch.rollout_logprobs, merged.rollout_logprobs)
-    tree = trajpack.TreeBatch.load(out)
+    tree = load_tree(out)
     assert tree.num_nodes < batch.num_tokens
     said = " ".join(done.stdout.split())
     assert f"{tree.num_nodes:,} nodes in {len(tree)} tree" in said
@@ -159,7 +159,7 @@ def test_inspect_shows_where_prefixes_broke(batch_file: Path, tmp_path: Path) ->
     ]
     others = [Turn([number], [3], [-0.5]) for number in range(10, 20)]
     path = tmp_path / "batch.safetensors"
-    pack([Trajectory("evil\x1b[2J[red]", broken), Trajectory("b", others)]).save(path)
+    save(pack([Trajectory("evil\x1b[2J[red]", broken), Trajectory("b", others)]), path)
     text = " ".join(call("inspect", path, "--width", 200).stdout.split())
     assert f"evil\\x1b[2J[red]: at 2 came {said[0]}, turn 0 has {thought[0]}; " in text
     assert f"{len(thought)} stripped" in text
@@ -172,9 +172,9 @@ def test_inspect_shows_where_prefixes_broke(batch_file: Path, tmp_path: Path) ->
     full = call("inspect", path, "--width", 200, "--sequences", 0, "--full").stdout
     assert "more breaks" not in full
     assert full.count("of b: at 0") == 9
-    pack([Trajectory("a", broken)], "turns").save(path)
+    save(pack([Trajectory("a", broken)], "turns"), path)
     assert "continuation" not in call("inspect", path).stdout
-    pack([]).save(path)
+    save(pack([]), path)
     assert "continuation" not in call("inspect", path).stdout
 
 
@@ -194,7 +194,7 @@ def test_inspect_shows_each_span_with_its_kind_and_text(batch_file: Path) -> Non
 
 def test_inspect_without_a_tokenizer_shows_ids_in_full_if_asked(tmp_path: Path) -> None:
     path = tmp_path / "batch.safetensors"
-    pack([Trajectory("a", [Turn(list(range(101, 600)), [103], [-0.5])])]).save(path)
+    save(pack([Trajectory("a", [Turn(list(range(101, 600)), [103], [-0.5])])]), path)
     done = call("inspect", path)
     assert "101 102" in done.stdout
     assert "token ids" in done.stdout
@@ -204,7 +204,7 @@ def test_inspect_without_a_tokenizer_shows_ids_in_full_if_asked(tmp_path: Path) 
 
 def test_inspect_warns_of_the_tokenizer_of_another_model(batch_file: Path, tmp_path: Path) -> None:
     path = tmp_path / "batch.safetensors"
-    pack([Trajectory("a", [Turn([1, 90_000], [3], [-0.5])])]).save(path)
+    save(pack([Trajectory("a", [Turn([1, 90_000], [3], [-0.5])])]), path)
     done = call("inspect", path, "--tokenizer", batch_file.with_suffix(".tokenizer"))
     assert done.status == 0
     assert "1 token not in the vocabulary" in done.stderr
@@ -256,7 +256,7 @@ def test_failures_are_reported_beside_the_rest_if_there_is_one(
     out = tmp_path / "batch.safetensors"
     done = call("rollout", *SMALL, "--out", out)
     assert done.status == 0
-    assert PackedBatch.load(out).ids == ("sum-0@0", "sum-1@0", "sum-1@1")
+    assert load(out).ids == ("sum-0@0", "sum-1@0", "sum-1@1")
     assert "4 finished, 1 of them failed" in done.stdout
     assert "the judge is ill" in " ".join(done.stdout.replace("│", " ").split())
     ill.clear()
@@ -295,7 +295,7 @@ def test_rollout_runs_a_model_from_a_folder(batch_file: Path, tmp_path: Path) ->
     done = call("rollout", *SMALL, "--model", tmp_path / "model", "--out", out)
     assert done.status == 0
     assert "random weights" not in done.stdout
-    assert tokens(PackedBatch.load(out)) == tokens(PackedBatch.load(batch_file))
+    assert tokens(load(out)) == tokens(load(batch_file))
 
 
 @pytest.mark.skipif(not GSM8K.is_file(), reason="needs the questions of GSM8K")
@@ -304,7 +304,7 @@ def test_rollout_asks_real_questions(tmp_path: Path) -> None:
     options = ["--dataset", GSM8K, "--num-prompts", 4, "--group-size", 1, "--max-new-tokens", 8]
     done = call("rollout", *options, "--out", out)
     assert done.status == 0, done.stderr
-    assert PackedBatch.load(out).ids == tuple(f"gsm8k_test-{line}@0" for line in range(1, 5))
+    assert load(out).ids == tuple(f"gsm8k_test-{line}@0" for line in range(1, 5))
     assert "Janet" in call("inspect", out, "--sequences", 1).stdout
 
 
@@ -360,7 +360,7 @@ def test_a_dead_engine_leaves_the_finished_episodes(
     out = tmp_path / "batch.safetensors"
     done = call("rollout", *SMALL, "--num-prompts", "20", "--out", out)
     assert done.status == 2
-    assert (len(PackedBatch.load(out).ids) if out.exists() else 0) == num_good
+    assert (len(load(out).ids) if out.exists() else 0) == num_good
     (line,) = (line for line in done.stderr.splitlines() if "error" in line)
     assert line == (
         "trajpack: error: generation has died: OutOfMemory: 1 of 40 episodes failed and "
@@ -428,7 +428,7 @@ def test_a_rollout_survives_its_output(
 ) -> None:
     done = shell(f"{ROLLOUT} {streams}", warm_programs.command("trajpack"), tmp_path)
     assert done.status == status, done.stderr
-    assert len(PackedBatch.load(tmp_path / "batch.safetensors").ids) == 2
+    assert len(load(tmp_path / "batch.safetensors").ids) == 2
     assert "Traceback" not in done.stderr + done.stdout
     if status == 2:
         assert done.stderr.endswith("trajpack: error: No space left on device\n")
@@ -466,7 +466,7 @@ def test_one_interrupt_leaves_a_valid_batch_of_the_finished_episodes(
     assert done.status == 130, done.stderr
     assert "stopped; saving what has finished; Ctrl-C again to give it up" in done.stderr
     assert "Traceback" not in done.stderr
-    trajectories = PackedBatch.load(out).unpack()
+    trajectories = load(out).unpack()
     assert 1 <= len(trajectories) < 1000
     assert f"{len(trajectories):,} of 1,000 episodes" in done.stdout
     assert all(len(trajectory.turns) == 3 for trajectory in trajectories)

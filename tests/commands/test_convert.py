@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.commands.command import call, refusal
-from trajpack import GRPO, PackedBatch, TokenField, Trajectory, Turn, pack
+from trajpack import GRPO, PackedBatch, TokenField, Trajectory, Turn, load, pack, save
 from trajpack.packing.adapters import areal, prime_rl, slime, torchtitan
 
 TRAJECTORIES = [
@@ -69,7 +69,7 @@ def test_padded_rows_become_a_batch(batch: PackedBatch, tmp_path: Path) -> None:
         "convert", tmp_path / "padded.pt", "--from", "areal", "--to", "trajpack", "--out", out
     )
     assert done.status == 0, done.stderr
-    read = PackedBatch.load(out)
+    read = load(out)
     assert torch.equal(read.input_ids, batch.input_ids)
     assert torch.equal(read.loss_mask, batch.loss_mask)
     assert torch.equal(read.turn_rewards, batch.turn_rewards)
@@ -77,7 +77,7 @@ def test_padded_rows_become_a_batch(batch: PackedBatch, tmp_path: Path) -> None:
 
 def test_a_batch_becomes_samples(batch: PackedBatch, tmp_path: Path) -> None:
     file, out = tmp_path / "batch.safetensors", tmp_path / "out.jsonl"
-    batch.save(file)
+    save(batch, file)
     command = ("convert", file, "--from", "trajpack", "--to", "torchtitan", "--out", out)
     assert "name an estimator with --advantages" in refusal(*command)
     assert not out.exists()
@@ -111,6 +111,6 @@ def test_what_is_left_out_is_named_with_the_remedy(batch: PackedBatch, tmp_path:
     assert reader.replace("...", '"sampling_mask"') in refused
     values = TokenField("values", torch.float32)
     turn = Turn([1, 2], [3], [-0.5], fields={"values": [1.0]})
-    pack([Trajectory("a", [turn])], fields=[values]).save(tmp_path / "batch.safetensors")
+    save(pack([Trajectory("a", [turn])], fields=[values]), tmp_path / "batch.safetensors")
     done = call("convert", tmp_path / "batch.safetensors", "--from", "trajpack", *after)
     assert "trajpack: left out, not in samples of torchtitan: values\n" in done.stderr

@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from tests.commands.command import call, refusal
 from tests.support.warm_programs import WarmPrograms
-from trajpack import PackedBatch, Trajectory, Turn
+from trajpack import Trajectory, Turn, load
 from trajpack.agent.errors import EpisodeCancelledError, EpisodeError
 from trajpack.agent.rollout.log import RolloutLog
 from trajpack.agent.rollout.rollout import Rollout, prepare_rollout
@@ -47,7 +47,7 @@ def tokens(trajectory: Trajectory) -> list[tuple[list[int], list[int], list[floa
 
 
 def batch_of(file: Path) -> dict[str, list[tuple[list[int], list[int], list[float]]]]:
-    return {one.id: tokens(one) for one in PackedBatch.load(file).unpack()}
+    return {one.id: tokens(one) for one in load(file).unpack()}
 
 
 def contents(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

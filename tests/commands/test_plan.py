@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 
 from tests.commands.command import call, refusal
-from trajpack import PackedBatch, Trajectory, Turn, pack, plan_micro_batches, plan_ranks
+from trajpack import Trajectory, Turn, load, pack, plan_micro_batches, plan_ranks, save
 from trajpack.commands import app
 from trajpack.packing.plan.units import Algorithm, Policy
 
@@ -20,7 +20,7 @@ def batch_file(tmp_path: Path) -> Path:
     sizes = [6, 5, 4, 3, 2]
     turns = [Turn([1] * (size - 1), [2], [-0.5]) for size in sizes]
     batch = pack([Trajectory(str(size), [turn]) for size, turn in zip(sizes, turns, strict=True)])
-    batch.save(tmp_path / "batch.safetensors")
+    save(batch, tmp_path / "batch.safetensors")
     return tmp_path / "batch.safetensors"
 
 
@@ -33,7 +33,7 @@ def test_a_plan_is_shown_with_its_statistics(batch_file: Path) -> None:
 
 
 def test_the_sequences_are_those_of_plan_micro_batches(batch_file: Path) -> None:
-    lengths = PackedBatch.load(batch_file).seqlens
+    lengths = load(batch_file).seqlens
     shown = json.loads(
         call("plan", batch_file, "--capacity", 8, "--algorithm", "next_fit", "--json").stdout
     )
@@ -43,7 +43,7 @@ def test_the_sequences_are_those_of_plan_micro_batches(batch_file: Path) -> None
 
 
 def test_ranks_are_those_of_plan_ranks(batch_file: Path) -> None:
-    lengths = PackedBatch.load(batch_file).seqlens
+    lengths = load(batch_file).seqlens
     shown = json.loads(call("plan", batch_file, "--capacity", 6, "--ranks", 2, "--json").stdout)
     plans = plan_ranks(lengths, 2, 6)
     assert shown["ranks"] == [[each.tolist() for each in plans.plan(rank)] for rank in range(2)]

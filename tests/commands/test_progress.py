@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from tests.commands.command import call
-from trajpack import Trajectory, Turn, pack
+from trajpack import Trajectory, Turn, pack, save
 from trajpack.agent.runner.runner import Progress
 from trajpack.commands.progress import EpisodeBoard
 
@@ -54,7 +54,7 @@ def test_a_terminal_has_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_width_of_a_terminal_is_limited(tmp_path: os.PathLike[str]) -> None:
     path = f"{tmp_path}/batch.safetensors"
-    pack([Trajectory("a", [Turn([1], [2], [-0.5])])]).save(path)
+    save(pack([Trajectory("a", [Turn([1], [2], [-0.5])])]), path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "99999999")
         assert len(call("inspect", path).stdout) < 100_000

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.commands.command import refusal
-from trajpack import Trajectory, TrajectoryLog, Turn, pack
+from trajpack import Trajectory, TrajectoryLog, Turn, pack, save
 
 LONG = "x" * 300
 CONVERT = "convert {} --from slime --to prime-rl --out out.jsonl"
@@ -115,7 +115,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def prepare(folder: Path) -> None:
     trajectory = Trajectory("a", [Turn([1, 2, 3], [4], [-0.5])])
-    pack([trajectory]).save(folder / "batch.safetensors")
+    save(pack([trajectory]), folder / "batch.safetensors")
     for name in ("log", "run"):
         with TrajectoryLog.open(folder / name) as log:
             log.append("a", [trajectory])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands.command import call, refusal
-from trajpack import GRPO, Trajectory, TrajectoryLog, Turn, pack
+from trajpack import GRPO, Trajectory, TrajectoryLog, Turn, pack, save
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def batch_file(tmp_path: Path) -> Path:
             for name, reward in groups.items()
         ]
     )
-    batch.with_advantages(GRPO()).save(tmp_path / "batch.safetensors")
+    save(batch.with_advantages(GRPO()), tmp_path / "batch.safetensors")
     return tmp_path / "batch.safetensors"
 
 

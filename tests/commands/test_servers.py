@@ -25,7 +25,7 @@ from tests.agent.servers.loopback import (
     vllm_body,
 )
 from tests.commands.command import call, refusal
-from trajpack import PackedBatch
+from trajpack import load
 from trajpack.agent.models.tiny_model import build_tiny_model
 from trajpack.agent.servers.options import ServerOptions, TimeLimits
 
@@ -84,7 +84,7 @@ def test_a_rollout_by_servers(
             "rollout", *SMALL, "--out", out, "--engine", engine, *named, "--model", tokenizer_folder
         )
     assert done.status == 0, done.stderr
-    trajectories = PackedBatch.load(out).unpack()
+    trajectories = load(out).unpack()
     assert len(trajectories) == 6
     completions = [list(turn.completion_ids) for one in trajectories for turn in one.turns]
     assert completions == [answer] * len(completions)
@@ -129,10 +129,10 @@ def test_a_rollout_over_ray_goes_on_from_its_log(tmp_path: Path) -> None:
     options = [*SMALL, "--out", out, "--log", folder, "--ray", 1]
     done = call("rollout", *options)
     assert done.status == 0, done.stderr
-    first = PackedBatch.load(out)
+    first = load(out)
     assert len(first.ids) == 6
     done = call("rollout", *options)
     assert "has 6 of 6 episodes" in done.stderr
-    again = PackedBatch.load(out)
+    again = load(out)
     assert again.ids == first.ids
     assert torch.equal(again.input_ids, first.input_ids)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.packing.batch.batch_files import seeded
+from tests.packing.files.batch_files import seeded
 from trajpack import TokenField, Trajectory, TrajectoryBuffer, Turn, pack
 from trajpack.packing.buffer import buffer as buffer_module
 from trajpack.packing.buffer.staging import Staging

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from trajpack import PackedBatch, TokenField, Trajectory, TrajectoryBuffer, Turn, pack
+from trajpack import TokenField, Trajectory, TrajectoryBuffer, Turn, load, pack, save
 from trajpack.testing import assert_batches_equal, trajectory_lists
 
 EXPERTS = TokenField("experts", torch.uint8, (2, 3), fill=255, generated_only=False)
@@ -77,8 +77,8 @@ def test_rows_that_differ_break_a_chain_as_tokens_do():
 def test_batches_with_fields_are_saved_moved_and_copied(tmp_path):
     trajectories = [with_rows(Trajectory(str(i), [Turn([1, i], [3, 4], [0, 0])])) for i in range(5)]
     batch = pack(trajectories, fields=FIELDS)
-    batch.save(tmp_path / "batch.safetensors")
-    loaded = PackedBatch.load(tmp_path / "batch.safetensors")
+    save(batch, tmp_path / "batch.safetensors")
+    loaded = load(tmp_path / "batch.safetensors")
     assert_batches_equal(loaded, batch)
     assert loaded.token_fields == tuple(FIELDS)
     assert loaded.unpack() == trajectories
@@ -144,7 +144,7 @@ def test_rows_that_nobody_declared_are_refused():
         (("input_ids", torch.int8), ValueError, "a packed batch has a field of that name"),
         (("v", "int8"), TypeError, "dtype must be a torch dtype"),
         (("v", torch.complex128), TypeError, "of at most 8 bytes"),
-        (("v", torch.int8, (0,)), ValueError, r"shape must hold sizes >= 1, got \(0,\)"),
+        (("v", torch.int8, (0,)), ValueError, r"shape must hold up to 63 sizes >= 1, got \(0,\)"),
         (("v", torch.uint8, (), 300), ValueError, "has values that torch.uint8 does not hold"),
     ],
 )
@@ -166,3 +166,55 @@ def test_turns_are_equal_when_their_rows_are():
     assert turn != Turn([1], [2], [0], fields={"v": [2.0]})
     assert turn != Turn([1], [2], [0])
     assert Turn([1], [2], [0], fields={}) == Turn([1], [2], [0])
+
+
+NUMBERS = torch.complex(torch.ones(3), torch.ones(3)).conj()
+LATER = TokenField("later", torch.float32)
+
+
+def freed():
+    rows = torch.ones(3)
+    rows.untyped_storage().resize_(0)
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("field", "rows", "error", "words"),
+    [
+        (VALUES, torch.zeros(3), ValueError, "fields must have names of their own"),
+        ("later", torch.zeros(3), TypeError, "fields must be TokenField, got str"),
+        (LATER, np.zeros(3), TypeError, "must be torch.float32, got nda"),
+        (LATER, torch.zeros(3).char(), TypeError, "rows must be torch.float32, got torch.int8"),
+        (LATER, torch.zeros(2), ValueError, r"shape \[3\] on cpu, got \[2\]"),
+        (LATER, torch.zeros(3, 1), ValueError, r"got \[3, 1\] on cpu"),
+        (LATER, torch.zeros(3, device="meta"), ValueError, "on meta"),
+        (LATER, torch.ones(3).to_sparse(), ValueError, "'later': rows must be dense, got torch.sp"),
+        (LATER, freed(), ValueError, "'later': rows cannot be read: .* memory was freed"),
+    ],
+)
+def test_a_field_that_does_not_fit_is_not_added(field, rows, error, words):
+    batch = pack([with_rows(Trajectory("a", [Turn([1, 2], [3], [0])]))], fields=FIELDS)
+    with pytest.raises(error, match=words):
+        batch.with_field(field, rows)
+
+
+@pytest.mark.parametrize("layout", ["merged", "turns"])
+def test_a_field_added_later_has_its_fill_where_nothing_was_generated(layout):
+    turns = [Turn([1, 2], [3], [-0.5]), Turn([1, 2, 3, 4], [5, 6], [0.0, -0.25])]
+    batch = pack([Trajectory("a", turns)], layout)
+    numbers = torch.arange(batch.num_tokens).float()
+    everywhere = TokenField("everywhere", torch.float32, generated_only=False)
+    both = batch.with_field(dataclasses.replace(LATER, fill=-7.0), numbers)
+    both = both.with_field(everywhere, numbers)
+    assert torch.equal(both.fields["later"], torch.where(batch.loss_mask, numbers, -7.0))
+    assert torch.equal(both.fields["everywhere"], numbers)
+    begin, end = batch.turn_spans[1].tolist()
+    assert both.unpack()[0].turns[1].fields["later"].tolist() == list(range(begin, end))
+    assert not batch.fields
+
+
+def test_rows_of_any_view_are_added():
+    batch = pack([Trajectory("a", [Turn([1, 2], [3], [-0.5])])])
+    field = TokenField("conjugate", torch.complex64)
+    assert batch.with_field(field, NUMBERS).fields["conjugate"].tolist() == [0, 0, 1 - 1j]
+    assert batch.with_field(LATER, NUMBERS.imag).fields["later"].tolist() == [0, 0, -1]

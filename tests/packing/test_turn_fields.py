@@ -28,8 +28,8 @@ def trajectory():
 @pytest.mark.parametrize("field", TURN_FIELDS, ids=lambda field: field.attribute)
 def test_a_number_of_a_turn_is_in_every_form_of_a_batch(field, tmp_path):
     packed = trajpack.pack([trajectory()])
-    packed.save(tmp_path / "batch.safetensors")
-    loaded = trajpack.PackedBatch.load(tmp_path / "batch.safetensors")
+    trajpack.save(packed, tmp_path / "batch.safetensors")
+    loaded = trajpack.load(tmp_path / "batch.safetensors")
     given = VALUES[field.attribute]
     for batch in (packed, loaded):
         tensor = getattr(batch, field.name)

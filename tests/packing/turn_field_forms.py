@@ -35,7 +35,7 @@ def of_log(place):
 
 
 batch = trajpack.pack(GIVEN)
-batch.save(folder / "batch")
+trajpack.save(batch, folder / "batch")
 with TrajectoryLog.open(folder / "new") as log:
     log.append("a", GIVEN)
     log.flush()
@@ -50,7 +50,7 @@ resident = pack_resident([trajpack.Trajectory("a", [replace(TURN, **tensors)])])
 forms = {
     "batch": of_batch(batch),
     "device batch": of_batch(resident),
-    "saved file": of_batch(trajpack.PackedBatch.load(folder / "batch")),
+    "saved file": of_batch(trajpack.load(folder / "batch")),
     "unpacked": of_turns(batch.unpack()),
     "log": of_log(folder / "new"),
     "Parquet": {name: table[f"turn_{name}"].to_pylist()[0] for name in new},

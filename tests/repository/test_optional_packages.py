@@ -98,7 +98,7 @@ batch = trajpack.pack([trajpack.Trajectory(name, [turn], group="g") for name in 
 batch = batch.with_advantages(trajpack.RLOO())
 plan = trajpack.plan_micro_batches(batch.seqlens, capacity=8)
 assert len(batch.split(plan)) == 1
-batch.save("batch.safetensors")
+trajpack.save(batch, "batch.safetensors")
 
 
 def command(*arguments):

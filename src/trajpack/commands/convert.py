@@ -21,6 +21,7 @@ from trajpack.packing.batch.inspection import summary
 from trajpack.packing.buffer.buffer import pack
 from trajpack.packing.credit.estimators import GRPO, RLOO, DrGRPO
 from trajpack.packing.durable_files import replacing
+from trajpack.packing.files.storage import save
 
 READERS: Mapping[str, Any] = {
     "slime": slime.from_samples,
@@ -143,7 +144,7 @@ def _packed(file: Path, source: str, given: Any, missing_reward: float | None) -
 def _write(out: Path, target: str, written: Any) -> None:
     """Write a batch or samples, whole or not at all."""
     if isinstance(written, PackedBatch):
-        written.save(out)
+        save(written, out)
         return
     with replacing(out) as unfinished:
         if out.suffix == ".pt":

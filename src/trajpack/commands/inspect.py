@@ -14,6 +14,7 @@ from trajpack.agent.rollout.places import tokenizer_folder
 from trajpack.commands.terminal import make_console, say, tell
 from trajpack.packing.batch import inspection
 from trajpack.packing.batch.batch import PackedBatch
+from trajpack.packing.files.storage import load
 from trajpack.packing.report.page import numbers_of
 from trajpack.packing.tree.pack_tree import tree_of
 from trajpack.packing.tree.statistics import TreeStatistics, break_rows, describe_tree
@@ -72,7 +73,7 @@ def inspect_as_json(file: Path) -> int:
 def load_batch(file: Path) -> PackedBatch:
     """Read a batch, or raise `SetupError`."""
     try:
-        return PackedBatch.load(file)
+        return load(file)
     except ValueError as error:
         raise SetupError(str(error)) from error
 

@@ -16,6 +16,7 @@ from trajpack.commands.terminal import make_console, tell, writing
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.batch.inspection import describe, summary
 from trajpack.packing.buffer.buffer import TrajectoryBuffer
+from trajpack.packing.files.storage import save
 from trajpack.packing.trajectory_log.log import TrajectoryLog
 
 
@@ -56,6 +57,6 @@ def _save(folder: Path, batch: PackedBatch, out: Path) -> None:
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         if tokenizer is None:
-            batch.save(out)
+            save(batch, out)
         else:
             save_rollout(batch, tokenizer, out)

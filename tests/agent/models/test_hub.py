@@ -15,7 +15,7 @@ import huggingface_hub
 import pytest
 
 from tests.commands.command import call, refusal
-from trajpack import PackedBatch
+from trajpack import load
 from trajpack.agent.errors import SetupError
 from trajpack.agent.models.causal_model import load_model
 from trajpack.agent.models.hub import model_folder
@@ -129,7 +129,7 @@ def test_a_rollout_takes_a_model_by_name(asked: list[str], tmp_path: Path) -> No
     done = call("rollout", *SMALL, "--model", "owner/tiny", "--out", out)
     assert done.status == 0, done.stderr
     assert "trajpack: fetching owner/tiny from the Hugging Face hub" in done.stderr
-    assert PackedBatch.load(out).num_turns == 2
+    assert load(out).num_turns == 2
     shown = call("inspect", out, "--tokenizer", "owner/tiny")
     assert re.search(r"\d\+\d", shown.stdout), "the question is decoded"
 

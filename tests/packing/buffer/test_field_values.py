@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from trajpack import PackedBatch, TokenField, Trajectory, Turn, pack
+from trajpack import TokenField, Trajectory, Turn, load, pack, save
 from trajpack.testing import assert_batches_equal
 
 
@@ -58,8 +58,8 @@ def test_the_package_is_imported_under_any_default_device():
 def test_values_come_back_equal_to_those_given(tmp_path, dtype, values):
     batch, turn = packed(dtype, values)
     assert batch.unpack()[0].turns == (turn,)
-    batch.save(tmp_path / "batch.safetensors")
-    assert PackedBatch.load(tmp_path / "batch.safetensors").unpack()[0].turns == (turn,)
+    save(batch, tmp_path / "batch.safetensors")
+    assert load(tmp_path / "batch.safetensors").unpack()[0].turns == (turn,)
 
 
 def test_no_rows_equal_no_rows_of_any_shape():
@@ -70,8 +70,8 @@ def test_no_rows_equal_no_rows_of_any_shape():
 @pytest.mark.parametrize("fill", [float("nan"), float("-inf"), 0.1, np.int64(-1), True])
 def test_any_fill_is_saved_and_loaded(tmp_path, fill):
     batch, _ = packed(torch.float32, [0.5], fill=fill)
-    batch.save(tmp_path / "batch.safetensors")
-    loaded = PackedBatch.load(tmp_path / "batch.safetensors")
+    save(batch, tmp_path / "batch.safetensors")
+    loaded = load(tmp_path / "batch.safetensors")
     assert_batches_equal(loaded, batch)
     assert loaded.token_fields[0].layout == batch.token_fields[0].layout
 

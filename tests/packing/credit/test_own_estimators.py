@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.packing.loader.loader_cases import many
-from trajpack import RLOO, PackedBatch, Trajectory, TurnReturns, pack, pack_tree
+from trajpack import RLOO, Trajectory, TurnReturns, load, pack, pack_tree, save
 
 
 def grouped(count=12, size=3):
@@ -64,8 +64,8 @@ def test_a_function_gives_numbers_for_turns_or_tokens():
 
 def test_own_advantages_are_saved_and_cut(tmp_path):
     batch = pack(grouped()).with_advantages(leave_one_out)
-    batch.save(tmp_path / "own.safetensors")
-    assert torch.equal(PackedBatch.load(tmp_path / "own.safetensors").advantages, batch.advantages)
+    save(batch, tmp_path / "own.safetensors")
+    assert torch.equal(load(tmp_path / "own.safetensors").advantages, batch.advantages)
     assert torch.equal(
         batch.select([2]).advantages, batch.advantages[slice(*batch.cu_seqlens[2:4])]
     )
@@ -189,9 +189,3 @@ def test_a_narrowed_mask_counts_in_weights_and_rows_and_stays_known_to_the_host(
         batch.narrow(mask.long())
     with pytest.raises(ValueError, match="narrow: mask must have one entry for each"):
         batch.narrow(mask[1:])
-
-
-def test_a_narrowed_batch_is_saved_before_and_narrowed_after(tmp_path):
-    batch = pack(grouped())
-    with pytest.raises(ValueError, match="call `narrow` after the batch is loaded"):
-        batch.narrow(torch.zeros_like(batch.loss_mask)).save(tmp_path / "a.safetensors")

@@ -19,11 +19,13 @@ from trajpack import (
     TrajectoryBuffer,
     TreeBatch,
     Turn,
+    load,
+    load_tree,
     pack,
     pack_tree,
+    save,
 )
 from trajpack.kernels.runs import TILE
-from trajpack.packing.batch.storage import save
 from trajpack.packing.tree.trie import expanded
 from trajpack.testing import assert_batches_equal, assert_same_bits, trajectory_lists
 
@@ -123,9 +125,9 @@ def test_a_tree_holds_what_the_merged_layout_holds(trajectories):
 def test_a_file_holds_the_tree(trajectories, share, tmp_path_factory):
     path = tmp_path_factory.mktemp("tree") / "tree.safetensors"
     batch = pack_tree(trajectories, share).with_advantages(trajpack.TurnReturns())
-    batch.save(path)
-    assert_trees_equal(TreeBatch.load(path), batch)
-    assert_batches_equal(PackedBatch.load(path), batch.merged())
+    save(batch, path)
+    assert_trees_equal(load_tree(path), batch)
+    assert_batches_equal(load(path), batch.merged())
 
 
 @given(trajectory_lists())
@@ -237,8 +239,8 @@ def test_fields_are_written_by_one_launch_each_kind_and_saved(tmp_path):
     assert sorted(executor.launched) == launched
     assert batch.fields["routes"].tolist() == [[0, 0], [1, 0], [2, 2], [1, 1], [2, 2]]
     assert batch.entries.fields["values"].tolist() == [0.5, 0.25]
-    batch.save(tmp_path / "tree")
-    assert_trees_equal(TreeBatch.load(tmp_path / "tree"), batch)
+    save(batch, tmp_path / "tree")
+    assert_trees_equal(load_tree(tmp_path / "tree"), batch)
     assert_trees_equal(pack_tree(given_fields, fields=fields), batch)
 
 
@@ -316,14 +318,11 @@ def test_wrong_arguments_are_named(tmp_path):
         pack_tree(one, impl="cuda")
     with pytest.raises(ValueError, match="trajectory 'b': must have at least one turn"):
         pack_tree([Trajectory("b", [])])
-    pack(one, "turns").save(tmp_path / "turns")
+    save(pack(one, "turns"), tmp_path / "turns")
     with pytest.raises(
         ValueError, match="a tree is made of layout 'merged', the batch has 'turns'"
     ):
-        TreeBatch.load(tmp_path / "turns")
-    save(pack(one), tmp_path / "odd", {"share": "all"})
-    with pytest.raises(ValueError, match="odd is not a readable tree: share must be one of"):
-        TreeBatch.load(tmp_path / "odd")
+        load_tree(tmp_path / "turns")
 
 
 def test_entries_are_no_sequences():
@@ -331,7 +330,7 @@ def test_entries_are_no_sequences():
     (one,) = batch.micro_batches(batch.plan_micro_batches(2))
     entries = ["labels", "logprobs", "model_inputs"]
     assert isinstance(batch.entries, PackedBatch)
-    for name in (*entries, "unpack", "save", "select", "split", "micro_batches"):
+    for name in (*entries, "unpack", "select", "split", "micro_batches"):
         with pytest.raises(TypeError, match=f"{name}: entries have no prompts"):
             getattr(batch.entries, name)("anything")
     for name in (*entries, "shard"):

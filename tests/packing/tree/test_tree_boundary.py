@@ -7,7 +7,16 @@ from hypothesis import given, settings, strategies as st
 from tests.packing.tree import tree_oracle as oracle
 from tests.packing.tree.test_tree import ROUTES, VALUES, assert_trees_equal, with_fields
 from tests.ptx.executor import on_executor
-from trajpack import GRPO, Trajectory, TrajectoryBuffer, TreeBatch, Turn, pack, pack_tree
+from trajpack import (
+    GRPO,
+    Trajectory,
+    TrajectoryBuffer,
+    Turn,
+    load_tree,
+    pack,
+    pack_tree,
+    save,
+)
 from trajpack.testing import assert_batches_equal, trajectory_lists
 
 END = -1
@@ -100,8 +109,8 @@ def ancestors(batch, node):
 def test_files_and_the_kernel_give_the_same_bits(trajectories, tmp_path_factory):
     path = tmp_path_factory.mktemp("tree") / "tree.safetensors"
     batch = duplicated(trajectories, impl="torch")
-    batch.save(path)
-    assert_trees_equal(TreeBatch.load(path), batch)
+    save(batch, path)
+    assert_trees_equal(load_tree(path), batch)
     with on_executor():
         assert_trees_equal(duplicated(trajectories, impl="triton"), batch)
 

@@ -1,20 +1,15 @@
-"""Batches of every origin, and their files taken apart and put together again."""
+"""Batches of every origin."""
 
 from __future__ import annotations
 
 import dataclasses
-import io
-import json
 import pickle
-import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 
 from trajpack import (
     GRPO,
@@ -27,9 +22,6 @@ from trajpack import (
     pack,
     pack_resident,
 )
-from trajpack.packing.batch import inspection
-from trajpack.packing.layout import LAYOUTS
-from trajpack.testing import assert_batches_equal
 
 VALUES = TokenField("values", torch.float32, (2,))
 EXPERTS = TokenField("experts", torch.uint8, (2,), fill=255, generated_only=False)
@@ -75,6 +67,7 @@ def in_two_goes(trajectories: list[Trajectory], layout: Any) -> PackedBatch:
 
 
 def from_device(trajectories: list[Trajectory], layout: Any) -> PackedBatch:
+    """Pack tensors; in layout "merged", where prompts are not compared, of first turns alone."""
     resident = [
         dataclasses.replace(
             trajectory,
@@ -85,7 +78,7 @@ def from_device(trajectories: list[Trajectory], layout: Any) -> PackedBatch:
                     completion_ids=torch.as_tensor(turn.completion_ids, dtype=torch.int32),
                     completion_logprobs=torch.as_tensor(turn.completion_logprobs).float(),
                 )
-                for turn in trajectory.turns
+                for turn in trajectory.turns[: 1 if layout == "merged" else None]
             ],
         )
         for trajectory in trajectories
@@ -124,19 +117,6 @@ WAYS: dict[str, Way] = {
 """Every way to make a batch that can be saved."""
 
 
-def parts_of(content: bytes) -> tuple[dict[str, Any], bytes]:
-    """Return the header of a file and what follows it."""
-    [length] = struct.unpack("<Q", content[:8])
-    return json.loads(content[8 : 8 + length]), content[8 + length :]
-
-
-def put_together(header: Any, tensors: bytes) -> bytes:
-    """Return the content of a file with another header."""
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text + tensors
-
-
 @contextmanager
 def seeded(seed: int) -> Iterator[np.random.Generator]:
     """Give a generator; a failure says which seed it had."""
@@ -145,24 +125,3 @@ def seeded(seed: int) -> Iterator[np.random.Generator]:
     except BaseException as error:
         error.add_note(f"seed {seed}")
         raise
-
-
-def use(batch: PackedBatch, path: Path) -> None:
-    """Do with a batch what people do: none of it may fail for a batch that `load` returned."""
-    trajectories = batch.unpack()
-    for layout in LAYOUTS:
-        again = pack(trajectories, layout, fields=batch.token_fields)
-        assert again.unpack() == trajectories
-        assert again.groups == batch.groups
-    inspection.summary(inspection.describe(batch), "title", 80)
-    panels = [inspection.sequence_panel(batch, sequence) for sequence in range(len(batch))]
-    Console(file=io.StringIO(), width=80).print(*panels[:1])
-    for aggregation in ("token_mean", "sequence_mean_token_mean", "prompt_mean"):
-        batch.loss_weights(aggregation)
-    batch.with_advantages(GRPO())
-    batch.select(range(len(batch)))
-    assert len(batch.turn_ends()) == len(batch.seqlens)
-    assert batch.layout_tokens().ratio >= 1
-    assert batch.labels().shape == batch.input_ids.shape
-    batch.save(path)
-    assert_batches_equal(PackedBatch.load(path), batch)

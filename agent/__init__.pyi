@@ -1,20 +1,14 @@
 """Names that `trajpack.agent` exports. The runtime reads this list too."""
 
-from trajpack.agent.agents.conversation import ConversationLimits as ConversationLimits
 from trajpack.agent.agents.environment_agent import EnvironmentAgent as EnvironmentAgent
 from trajpack.agent.agents.episode_agent import EpisodeAgent as EpisodeAgent
 from trajpack.agent.agents.math_multi_turn import MathMultiTurnAgent as MathMultiTurnAgent
-from trajpack.agent.agents.registry import (
-    make_agent as make_agent,
-    register_agent as register_agent,
-)
 from trajpack.agent.agents.tool_agent import ToolAgent as ToolAgent
 from trajpack.agent.agents.tools import Tool as Tool
 from trajpack.agent.conversation_rows import (
     conversations_to_trajectories as conversations_to_trajectories,
 )
 from trajpack.agent.engines.function_engine import FunctionEngine as FunctionEngine
-from trajpack.agent.engines.queues import QueuedEngine as QueuedEngine
 from trajpack.agent.engines.transformers_engine import TransformersEngine as TransformersEngine
 from trajpack.agent.environments.code import (
     CodeEnvironment as CodeEnvironment,
@@ -26,20 +20,10 @@ from trajpack.agent.environments.program_runner import BubblewrapRunner as Bubbl
 from trajpack.agent.environments.questions import (
     ExactAnswerEnvironment as ExactAnswerEnvironment,
     Question as Question,
-    load_questions as load_questions,
-    reasoning_gym_questions as reasoning_gym_questions,
 )
 from trajpack.agent.errors import (
-    EngineEndedError as EngineEndedError,
-    EnvironmentFailedError as EnvironmentFailedError,
-    EpisodeCancelledError as EpisodeCancelledError,
     EpisodeError as EpisodeError,
-    EpisodeTimeoutError as EpisodeTimeoutError,
     GenerationError as GenerationError,
-    MalformedResponseError as MalformedResponseError,
-    RequestRefusedError as RequestRefusedError,
-    ServerUnavailableError as ServerUnavailableError,
-    StaleEpisodeError as StaleEpisodeError,
 )
 from trajpack.agent.models.tiny_model import build_tiny_model as build_tiny_model
 from trajpack.agent.observability.metrics import RolloutMetrics as RolloutMetrics
@@ -54,25 +38,18 @@ from trajpack.agent.protocols import (
 )
 from trajpack.agent.runner.observers import RolloutObserver as RolloutObserver
 from trajpack.agent.runner.policy import (
-    BackOff as BackOff,
     GroupPolicy as GroupPolicy,
     RetryPolicy as RetryPolicy,
     RolloutPolicy as RolloutPolicy,
     StalenessPolicy as StalenessPolicy,
-    not_all_equal as not_all_equal,
     success_rate_between as success_rate_between,
 )
 from trajpack.agent.runner.runner import (
     EpisodeResult as EpisodeResult,
-    GroupResult as GroupResult,
-    Progress as Progress,
     RolloutRunner as RolloutRunner,
 )
-from trajpack.agent.seeding import derive_seed as derive_seed
 from trajpack.agent.servers.options import (
-    RetryLimits as RetryLimits,
     ServerOptions as ServerOptions,
-    TimeLimits as TimeLimits,
 )
 from trajpack.agent.servers.sglang import SGLangEngine as SGLangEngine
 from trajpack.agent.servers.vllm import VLLMEngine as VLLMEngine

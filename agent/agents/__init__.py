@@ -1,5 +1,5 @@
 """Agents: they ask the engine and the environment, turn by turn, and return a trajectory.
 
-The multi-turn math agent, chat and tool agents, Gymnasium agents, the registry of names, and the
+The multi-turn math agent, chat and tool agents, Gymnasium agents, and the
 log of answers.
 """

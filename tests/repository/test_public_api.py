@@ -17,6 +17,7 @@ import torch
 
 import trajpack
 from trajpack import agent
+from trajpack.agent.runner.results import GroupResult
 from trajpack.packing.ragged import Ragged
 from trajpack.packing.trajectory_log.log import LoggedEpisode
 
@@ -189,7 +190,7 @@ LARGE = [
     agent.GenerationOutput(
         "q", IDS, IDS, [-0.5] * 5000, no_eos=False, version_start=0, version_end=0
     ),
-    agent.GroupResult(PROMPT, (RESULT,) * 50),
+    GroupResult(PROMPT, (RESULT,) * 50),
     agent.Question("q", ({"role": "user", "content": LONG},) * 50, (LONG,) * 50),
     agent.CodeProblem("p", ((LONG, LONG),) * 50, (), LONG),
     agent.Tool("t", LONG, {"properties": {LONG: {"type": "string"}}}, len),

@@ -13,7 +13,6 @@ from trajpack.agent import (
     EpisodeAgent,
     EpisodeError,
     EpisodeResult,
-    EpisodeTimeoutError,
     FunctionEngine,
     GenerationError,
     GenerationOutput,
@@ -21,6 +20,7 @@ from trajpack.agent import (
     RolloutRunner,
     SamplingParams,
 )
+from trajpack.agent.errors import EpisodeTimeoutError
 from trajpack.packing.types import Trajectory, Turn
 
 Run = Callable[[EpisodeAgent, Prompt], Awaitable[list[Turn]]]

@@ -8,14 +8,8 @@ from typing import Any
 import pytest
 
 from tests.agent.runner.runner_cases import TwoTurns, prompts, runner, take
-from trajpack.agent import (
-    EngineEndedError,
-    FunctionEngine,
-    GenerationError,
-    GenerationOutput,
-    MalformedResponseError,
-    RequestRefusedError,
-)
+from trajpack.agent import FunctionEngine, GenerationError, GenerationOutput
+from trajpack.agent.errors import EngineEndedError, MalformedResponseError, RequestRefusedError
 from trajpack.packing.types import Turn
 
 

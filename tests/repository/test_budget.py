@@ -16,7 +16,8 @@ LAYERS = ("kernels", "packing", "agent")
 PARENTS = (*LAYERS, "tests")
 OTHERS = ("src/trajpack", "benchmarks", "examples", ".ci")
 CODE = {".py", ".pyi", ".c", ".h", ".js", ".css", ".sh", ""}
-GENERATED = {"docs/benchmarks/results.md", "docs/benchmarks/traffic.md"}
+UNCOUNTED = {"CHANGELOG.md", "docs/benchmarks/results.md", "docs/benchmarks/traffic.md"}
+"""What grows by its nature, and pages that a program writes."""
 SLACK = 60
 """What a row may stand above the size, so that a small change leaves it alone."""
 AIMS = {"product": 48_600, "tests": 65_600}
@@ -45,9 +46,9 @@ def folders() -> list[str]:
 
 
 def words_of_documents() -> int:
-    """Count the words of all pages but those that a program writes."""
+    """Count the words of all pages."""
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
-    kept = [path for path in pages if str(path.relative_to(ROOT)) not in GENERATED]
+    kept = [path for path in pages if str(path.relative_to(ROOT)) not in UNCOUNTED]
     return sum(len(re.findall(r"\S+", path.read_text())) for path in kept)
 
 

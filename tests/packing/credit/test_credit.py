@@ -1,7 +1,6 @@
 """Estimators of packed batches, against loops over the trajectories."""
 
 import dataclasses
-from itertools import product
 
 import pytest
 import torch
@@ -41,20 +40,46 @@ TOKENS = {name: EVERY[name] for name in ("GAE", "GAE, ignore", "TurnGAE", "VTrac
 TOKENS |= {"ReinforcePlusPlus": EVERY["ReinforcePlusPlus"]}
 GROUPS = {name: EVERY[name] for name in ("GRPO", "OPO", "GPG", "PassAtK, std", "GiGPO")}
 GROUPS |= {"ReinforcePlusPlusBaseline": EVERY["ReinforcePlusPlusBaseline"]}
-OF_ALL_KINDS = TOKENS | GROUPS | {"TurnReturns": EVERY["TurnReturns, whitened"]}
+OF_ALL_KINDS = {*TOKENS, *GROUPS, "TurnReturns, whitened"}
+MASK, BOOTSTRAP, CLIP = {"truncated": "mask"}, {"truncated": "bootstrap"}, {"reward_clip": 0.75}
+IN_KERNELS_TOO = [
+    ("GAE", MASK), ("GRPO", CLIP), ("TurnGAE", BOOTSTRAP), ("VTrace, carry", {"kl": KL["k3"]}),
+    ("GAE", BOOTSTRAP), ("GAE", CLIP), ("GAE", {"kl": KL["k1"]}), ("TurnGAE", {"kl": KL["k2"]}),
+    ("TurnGAE", MASK), ("VTrace, carry", BOOTSTRAP), ("GRPO", MASK), ("GiGPO", MASK),
+]  # fmt: skip
+"""Estimators, and an option that their kernels compute."""
+
+
+def forms_of(name):
+    """Return an estimator with each of its options, and whether scores replace the rewards."""
+    options = [{}, {}, {}]
+    options += [MASK] * (name in OF_ALL_KINDS)
+    options += [CLIP] * (name in {*TOKENS, *GROUPS} - {"GiGPO"})
+    options += [BOOTSTRAP, *({"kl": kl} for kl in KL.values())] * (name in TOKENS)
+    forms = [(dataclasses.replace(EVERY[name], **each), False) for each in options]
+    if name in GROUPS:
+        clips = [{}] if name == "GiGPO" else [{}, CLIP]
+        forms += [(dataclasses.replace(EVERY[name], **each), True) for each in clips]
+    return forms
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", EVERY)
-def test_every_estimator_equals_a_loop(name, layout):
-    for seed in range(3):
-        check(some_trajectories(40, 12, seed), EVERY[name], "torch", layout)
+def test_every_form_of_an_estimator_equals_a_loop(name, layout):
+    for seed, (estimator, with_scores) in enumerate(forms_of(name)):
+        check(some_trajectories(40, 12, seed), estimator, "torch", layout, with_scores)
 
 
 @pytest.mark.parametrize(("name", "layout"), IN_KERNELS)
 def test_the_kernels_equal_a_loop(name, layout):
     with small_scans():
         check(some_trajectories(9, 6), EVERY[name], "triton", layout)
+
+
+@pytest.mark.parametrize(("name", "option"), slow_after(6, IN_KERNELS_TOO))
+def test_the_kernels_of_an_option_equal_a_loop(name, option):
+    with small_scans():
+        check(some_trajectories(8, 6), dataclasses.replace(EVERY[name], **option), "triton")
 
 
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
@@ -79,17 +104,6 @@ def test_the_kernels_equal_a_loop_in_one_launch(name):
         check(some_trajectories(8, 6), EVERY[name], "triton")
 
 
-@pytest.mark.parametrize("impl", ["torch", "triton"])
-@pytest.mark.parametrize("kind", slow_after(1, ["k3", "k1", "k2"]))
-def test_the_divergence_from_a_reference_is_a_penalty_on_each_token(kind, impl):
-    few = impl == "triton"
-    for name, estimator in TOKENS.items():
-        penalized = dataclasses.replace(estimator, kl=KL[kind])
-        if not few or (name, kind) in (("GAE", "k1"), ("TurnGAE", "k2"), ("VTrace, carry", "k3")):
-            with small_scans():
-                check(some_trajectories(8 if few else 30, 6), penalized, impl)
-
-
 def test_a_penalty_without_clamp_is_unbounded_and_without_logprobs_of_the_rollout():
     turn = Turn([1], [2, 3], [-1.0, -100.0])
     batch = pack([Trajectory("a", [turn])], device="cpu")
@@ -100,58 +114,6 @@ def test_a_penalty_without_clamp_is_unbounded_and_without_logprobs_of_the_rollou
             GAE(lam=1.0, kl=rule), values=torch.zeros(3), ref_logprobs=ref
         )
         assert credited.advantages.tolist() == [0.0, last - 0.5, last]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    ("truncated", "name"),
-    [*product(["mask"], OF_ALL_KINDS), *product(["bootstrap"], TOKENS)],
-)
-def test_truncated_trajectories_are_masked_or_bootstrapped(name, layout, truncated):
-    estimator = dataclasses.replace(OF_ALL_KINDS[name], truncated=truncated)
-    trajectories = some_trajectories(40, 12)
-    credited = check(trajectories, estimator, layout=layout)
-    kept = check(trajectories, OF_ALL_KINDS[name], layout=layout)
-    assert not torch.equal(credited.advantages, kept.advantages)
-
-
-@pytest.mark.parametrize(
-    ("truncated", "name"),
-    slow_after(
-        4,
-        [
-            *product(["mask"], ["GAE", "TurnGAE", "GRPO", "GiGPO"]),
-            *product(["bootstrap"], ["GAE", "TurnGAE", "VTrace, carry"]),
-        ],
-    ),
-)
-def test_the_kernels_mask_or_bootstrap_truncated_trajectories(name, truncated):
-    estimator = dataclasses.replace(EVERY[name], truncated=truncated)
-    with small_scans():
-        check(some_trajectories(8, 6), estimator, "triton")
-
-
-@pytest.mark.parametrize("name", sorted({*TOKENS, *GROUPS} - {"GiGPO"}))
-def test_rewards_of_turns_or_scores_are_clipped(name):
-    estimator = dataclasses.replace(OF_ALL_KINDS[name], reward_clip=0.75)
-    credited = check(some_trajectories(30), estimator)
-    plain = check(some_trajectories(30), OF_ALL_KINDS[name])
-    assert not torch.equal(credited.advantages, plain.advantages)
-
-
-@pytest.mark.parametrize("name", ["GAE", "GRPO"])
-def test_the_kernels_clip_too(name):
-    with small_scans():
-        check(some_trajectories(8, 6), dataclasses.replace(EVERY[name], reward_clip=0.75), "triton")
-
-
-@pytest.mark.parametrize("name", GROUPS)
-def test_scores_take_the_place_of_summed_rewards(name):
-    for clip in (None,) if name == "GiGPO" else (None, 0.5):
-        check(
-            some_trajectories(30), dataclasses.replace(EVERY[name], reward_clip=clip),
-            with_scores=True,
-        )  # fmt: skip
 
 
 def credit_by_hand(turns, estimator, layout="merged", **inputs):

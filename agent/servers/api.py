@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from trajpack.agent.protocols import SamplingParams
 from trajpack.agent.servers.client import HTTPRequest, RefusedError
@@ -75,12 +74,6 @@ class ServerAPI(Protocol):
 
     def resume(self) -> HTTPRequest:
         """Return the request that resumes generation."""
-
-    def write_top_logprobs(self, server: Server, token_id: int, temperature: float) -> HTTPRequest:
-        """Return the request for the top log-probabilities after a prompt of one token."""
-
-    def read_top_logprobs(self, response: Any) -> Sequence[Any]:
-        """Return them in any order; raise a LookupError or TypeError if there are none."""
 
 
 def logprob_mismatch(

@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from trajpack.agent.servers.api import ServerAPI
 from trajpack.agent.servers.client import (
     ExchangeError,
     HTTPRequest,
-    MalformedError,
     RefusedError,
     RetryableError,
     quote_body,
 )
 from trajpack.agent.servers.engine_response import is_number
-from trajpack.agent.servers.options import LogprobSemantics, ServerOptions
+from trajpack.agent.servers.options import ServerOptions
 from trajpack.agent.servers.routing import Router, Server
 from trajpack.packing.conversion import INT32_MAX
 
 _MAX_BYTES = 2**20
 _HEALTH_S = 10.0
-_DETECTION_TOKENS = (0, 1, 2, 3, 5, 8, 13, 21)
-"""Prompts of one token, in every vocabulary; a server may refuse some."""
-_MIN_GAP = 0.05
-"""Least difference of the first and fifth log-probability: far above rounding."""
-_ROUNDING = 0.01
-"""Tolerance of log-probabilities above 0, and of probabilities whose sum is above 1."""
 
 
 class WeightUpdateError(RuntimeError):
@@ -42,7 +34,7 @@ class Control:
     Args:
         servers: Servers of the engine, with clients but without a handshake.
         api: HTTP API of the servers.
-        options: Time limits and the semantics of log-probabilities.
+        options: Time limits.
         version: Policy version of the servers' weights.
     """
 
@@ -64,12 +56,11 @@ class Control:
         self._updating = asyncio.Lock()
 
     async def handshake(self, server: Server) -> None:
-        """Check the health of a server, and read its model and its log-probability semantics.
+        """Check the health of a server, and read its model.
 
         Raises:
             RetryableError: If it is not healthy, or has other weights than the engine declares.
             RefusedError: If it refuses this client.
-            MalformedError: If its log-probabilities are neither raw nor processed.
         """
         if server.is_behind:
             raise RetryableError("its weights are not the engine's; an update helps", server.name)
@@ -87,10 +78,6 @@ class Control:
                 raise
         await self._check_acknowledged_version(server)
         server.model = await _served_model(server)
-        semantics = self._options.logprobs or self._api.default_logprobs
-        server.logprobs = (
-            await self._detect_logprobs(server) if semantics == "detect" else semantics
-        )
 
     async def _check_acknowledged_version(self, server: Server) -> None:
         """Detect a server that was restarted, with the weights of its start."""
@@ -186,55 +173,6 @@ class Control:
             if isinstance(error, RetryableError):
                 self.router.mark_unhealthy(server, str(error))
         return failed
-
-    async def _detect_logprobs(self, server: Server) -> LogprobSemantics:
-        """Detect the semantics of a server's log-probabilities.
-
-        After the same prompt, processed ones lie twice as far apart at temperature 0.5 as at 1,
-        raw ones as far.
-
-        Raises:
-            RetryableError: If the server cannot be asked now.
-            MalformedError: If they are neither.
-
-        Cost: two generations of one token, more if the model is undecided.
-        """
-        for token_id in _DETECTION_TOKENS:
-            try:
-                gap = await self._top_gap(server, token_id, 1.0)
-                ratio = await self._top_gap(server, token_id, 0.5) / gap if gap > _MIN_GAP else 0
-            except RefusedError as error:
-                # another endpoint, if there is one, gets the next request
-                self._api.use_fallback(server, error)
-                continue
-            if 0.8 < ratio < 1.25:
-                return "raw"
-            if 1.6 < ratio < 2.5:
-                return "processed"
-        raise MalformedError(
-            "its log-probabilities look neither raw nor processed; declare what they are (the "
-            "option logprobs)",
-            server.name,
-        )
-
-    async def _top_gap(self, server: Server, token_id: int, temperature: float) -> float:
-        """Return the difference of the first and the fifth log-probability."""
-        request = self._api.write_top_logprobs(server, token_id, temperature)
-        body = await _send(server, request, self._options.time_limits.request_s)
-        try:
-            top: Iterable[Any] = self._api.read_top_logprobs(read_json(body))
-            values = sorted((float(value) for value in top), reverse=True)
-            gap = values[0] - values[min(4, len(values) - 1)]
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            reason = f"no top log-probabilities in the answer ({type(error).__name__})"
-            raise MalformedError(reason, server.name) from None
-        if not math.isfinite(gap):
-            raise MalformedError("top log-probabilities that are not finite", server.name)
-        total = sum(map(math.exp, set(values))) if values[0] <= _ROUNDING else math.inf
-        if total > 1 + len(values) * _ROUNDING:
-            reason = f"logits for log-probabilities: the greatest are {values[:5]}"
-            raise MalformedError(reason, server.name)
-        return gap
 
 
 async def _send(server: Server, request: HTTPRequest, seconds: float) -> bytes:

@@ -313,7 +313,7 @@ class ServerEngine(QueuedEngine):
         control = self._running("generate")
         mismatch = logprob_mismatch(
             completion.params,
-            server.logprobs,
+            self._options.logprobs or self._api.default_logprobs,
             filters_are_processed=self._api.filters_are_processed,
         )
         if mismatch is not None and not self._options.allow_other_logprobs:

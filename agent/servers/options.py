@@ -100,8 +100,8 @@ class ServerOptions:
         max_request_tokens: Limit of prompt plus completion tokens; longer requests are refused
             unsent.
         max_response_bytes: Limit of a response in bytes; lower if few tokens were asked for.
-        logprobs: Semantics of the servers' log-probabilities, or ``"detect"`` to probe each server
-            twice before it serves. ``None`` is the default of the kind of server.
+        logprobs: Semantics of the servers' log-probabilities. ``None`` is the default of the kind
+            of server.
         allow_other_logprobs: Whether to send a request whose log-probabilities will not be those of
             the distribution that it is sampled from.
         seed: Seed from which each request's seed is derived, with the episode and the number of the
@@ -123,7 +123,7 @@ class ServerOptions:
     vocab_size: int | None = None
     max_request_tokens: int | None = None
     max_response_bytes: int = 64 * 2**20
-    logprobs: LogprobSemantics | Literal["detect"] | None = None
+    logprobs: LogprobSemantics | None = None
     allow_other_logprobs: bool = False
     seed: int | None = None
     routed_experts: tuple[int, int] | None = None
@@ -133,10 +133,8 @@ class ServerOptions:
         for name in ("vocab_size", "max_request_tokens"):
             if getattr(self, name) is not None:
                 _require_positive(self, name)
-        if self.logprobs not in ("raw", "processed", "detect", None):
-            raise ValueError(
-                f"logprobs must be 'raw', 'processed', 'detect' or None, got {self.logprobs!r}"
-            )
+        if self.logprobs not in ("raw", "processed", None):
+            raise ValueError(f"logprobs must be 'raw', 'processed' or None, got {self.logprobs!r}")
         routes = self.routed_experts
         if routes is not None and (
             not isinstance(routes, tuple)

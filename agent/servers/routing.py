@@ -17,7 +17,7 @@ from trajpack.agent.servers.client import (
     ServerClient,
     quote_body,
 )
-from trajpack.agent.servers.options import LogprobSemantics, RetryLimits, TimeLimits
+from trajpack.agent.servers.options import RetryLimits, TimeLimits
 from trajpack.packing.text import one_line
 
 _logger = logging.getLogger(__name__)
@@ -50,8 +50,6 @@ class Server:
     """Version that it last acknowledged; None if it has no such endpoint."""
     num_failures: int = 0
     """Number of consecutive failures."""
-    logprobs: LogprobSemantics = "raw"
-    """Semantics of its log-probabilities."""
     endpoint: str | None = None
     """Detected endpoint, for servers with several."""
     model: str | None = None

@@ -133,16 +133,6 @@ class SGLangServerAPI:
         """Return the resume request."""
         return HTTPRequest("/continue_generation", {})
 
-    def write_top_logprobs(self, server: Server, token_id: int, temperature: float) -> HTTPRequest:
-        """Return the request for the top five."""
-        sampling = {"max_new_tokens": 1, "temperature": temperature, "top_p": 1.0, "top_k": -1}
-        payload = _payload([token_id], sampling | NEUTRAL)
-        return HTTPRequest("/generate", payload | {"top_logprobs_num": 5})
-
-    def read_top_logprobs(self, response: Any) -> Sequence[Any]:
-        """Return the first item of each entry."""
-        return [entry[0] for entry in response["meta_info"]["output_top_logprobs"][0]]
-
 
 def _payload(token_ids: list[int], sampling: dict[str, Any]) -> dict[str, Any]:
     return {

@@ -29,7 +29,7 @@ class VLLMEngine(ServerEngine):
 
     Log-probabilities are those before temperature, top-k and top-p, unless the server was started
     with ``--logprobs-mode processed_logprobs``; declare that with
-    ``ServerOptions(logprobs="processed")``, or have it detected. Requests whose log-probabilities
+    ``ServerOptions(logprobs="processed")``. Requests whose log-probabilities
     would not be those of the distribution sampled from are refused.
 
     Weight updates and pauses need servers with ``VLLM_SERVER_DEV_MODE=1``.
@@ -131,20 +131,6 @@ class VLLMServerAPI:
     def resume(self) -> HTTPRequest:
         """Return the resume request."""
         return HTTPRequest("/resume")
-
-    def write_top_logprobs(self, server: Server, token_id: int, temperature: float) -> HTTPRequest:
-        """Return the request for the top five, and that of the sampled token."""
-        sampling = {"max_tokens": 1, "temperature": temperature, "top_p": 1.0, "top_k": 0}
-        sampling |= {"logprobs": 5, "seed": 0, **NEUTRAL}
-        request_id = f"top-{token_id}-{temperature:g}"
-        return self._request(server, request_id, [token_id], sampling=sampling)
-
-    def read_top_logprobs(self, response: Any) -> Sequence[Any]:
-        """Return them from the response of either endpoint."""
-        logprobs = response["choices"][0]["logprobs"]
-        if logprobs.get("content"):
-            return [entry["logprob"] for entry in logprobs["content"][0]["top_logprobs"]]
-        return list(logprobs["top_logprobs"][0].values())
 
     def _is_completions(self, server: Server) -> bool:
         return (self.endpoint or server.endpoint) == "completions"

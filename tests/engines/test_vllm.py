@@ -58,11 +58,9 @@ def test_a_stop_token_ends_the_completion_and_belongs_to_it(
         assert episodes.distance(tiny, output) < NEAR
 
 
-def test_raw_logprobs_are_detected_and_what_they_do_not_fit_is_refused(
-    server: RunningServer, tiny: TinyModel
-) -> None:
+def test_what_raw_logprobs_do_not_fit_is_refused(server: RunningServer, tiny: TinyModel) -> None:
     async def collect(sampling: Sampling, *, allow: bool) -> Any:
-        options = ServerOptions(logprobs="detect", allow_other_logprobs=allow)
+        options = ServerOptions(allow_other_logprobs=allow)
         async with VLLMEngine(server.url, options=options) as engine:
             return await episodes.ask(engine, PROMPTS[0], sampling)
 

@@ -22,7 +22,7 @@ def server(serve: Callable[..., RunningServer]) -> RunningServer:
     return serve("--logprobs-mode", "processed_logprobs")
 
 
-def test_processed_logprobs_are_detected_on_the_endpoint_that_there_is(
+def test_processed_logprobs_are_those_of_the_endpoint_that_there_is(
     server: RunningServer, tiny: TinyModel, figure: Callable[[str], None]
 ) -> None:
     samplings = {
@@ -35,7 +35,7 @@ def test_processed_logprobs_are_detected_on_the_endpoint_that_there_is(
     }
 
     async def collect() -> dict[str, list[GenerationOutput]]:
-        options = ServerOptions(logprobs="detect")
+        options = ServerOptions(logprobs="processed")
         async with VLLMEngine(server.url, options=options, version=4) as engine:
             return {
                 name: await episodes.sample_many(engine, [[5, 6, 7], [3]] * 4, sampling)

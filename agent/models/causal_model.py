@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trajpack.agent.errors import SetupError
-from trajpack.packing.batch.inspection import counted
+from trajpack.packing.batch.description import counted
 from trajpack.packing.optional import require
 
 

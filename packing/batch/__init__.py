@@ -1,5 +1,5 @@
 """`PackedBatch` and everything that is read from it.
 
-Fields and methods (`batch`), the exact inverse `unpack`, and the text of `trajpack inspect`
-(`inspection`).
+Fields and methods (`batch`), the exact inverse `unpack`, and what a batch holds in
+words (`description`).
 """

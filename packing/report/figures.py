@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 import numpy as np
 import numpy.typing as npt
 
-from trajpack.packing.batch.inspection import Decode, describe, sequence_spans
+from trajpack.packing.batch.description import Decode, describe, sequence_spans
 from trajpack.packing.plan.plan import Plan, plan_micro_batches
 from trajpack.packing.plan.ranks import plan_ranks
 from trajpack.packing.plan.units import Algorithm

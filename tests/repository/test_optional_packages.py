@@ -156,7 +156,6 @@ ELSEWHERE = {
     ("kernels/dispatch.py", "triton"): "an explicit impl, which says so itself",
     ("kernels/compilation.py", "triton"): "imported only where it is installed",
     ("kernels/launches.py", "triton"): "imported only where it is installed",
-    ("packing/batch/inspection.py", "rich"): "the command's alone",
 }
 
 

@@ -14,10 +14,10 @@ import torch
 from trajpack.agent.errors import SetupError
 from trajpack.agent.models.causal_model import first_line
 from trajpack.commands.inspect import load_batch
+from trajpack.commands.panels import summary
 from trajpack.commands.terminal import make_console, say, tell, writing
 from trajpack.packing.adapters import areal, prime_rl, slime, torchtitan
 from trajpack.packing.batch.batch import PackedBatch
-from trajpack.packing.batch.inspection import summary
 from trajpack.packing.buffer.buffer import pack
 from trajpack.packing.credit.estimators import GRPO, RLOO, DrGRPO
 from trajpack.packing.durable_files import replacing

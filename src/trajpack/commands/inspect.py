@@ -11,9 +11,10 @@ from trajpack.agent.errors import SetupError
 from trajpack.agent.models.causal_model import first_line, load_tokenizer
 from trajpack.agent.models.hub import model_folder
 from trajpack.agent.rollout.places import tokenizer_folder
+from trajpack.commands.panels import chosen_sequences, legend, sequence_panel, summary
 from trajpack.commands.terminal import make_console, say, tell
-from trajpack.packing.batch import inspection
 from trajpack.packing.batch.batch import PackedBatch
+from trajpack.packing.batch.description import Decode, counted, describe
 from trajpack.packing.files.storage import load
 from trajpack.packing.report.page import numbers_of
 from trajpack.packing.tree.pack_tree import tree_of
@@ -35,13 +36,11 @@ def inspect_file(
     """Show a summary of a batch and some of its sequences; return the exit status."""
     batch = load_batch(file)
     try:
-        found = inspection.chosen_sequences(
-            batch, name=chosen.name, group=chosen.group, order=chosen.order
-        )
+        found = chosen_sequences(batch, name=chosen.name, group=chosen.group, order=chosen.order)
     except ValueError as error:
         raise SetupError(first_line(error)) from error
     shown = found[: chosen.most]
-    rows = inspection.describe(batch)
+    rows = describe(batch)
     tree = _tree(batch)
     if tree is not None:
         rows += describe_tree(tree)
@@ -50,16 +49,16 @@ def inspect_file(
     if shown or num_breaks:
         decode = decoder_of(batch, tokenizer_folder(file), tokenizer)
     console = make_console(width=width)
-    console.print(inspection.summary(rows, file.name, console.width))
+    console.print(summary(rows, file.name, console.width))
     if tree is not None and num_breaks:
         broken = break_rows(tree, batch.ids, decode, full=full)
-        console.print(inspection.summary(broken, "prefix breaks", console.width))
+        console.print(summary(broken, "prefix breaks", console.width))
     if shown:
-        console.print(inspection.legend(decoded=decode is not None))
+        console.print(legend(decoded=decode is not None))
     for sequence in shown:
-        console.print(inspection.sequence_panel(batch, sequence, decode, full=full))
+        console.print(sequence_panel(batch, sequence, decode, full=full))
     if len(shown) < len(found):
-        hidden = inspection.counted(len(found) - len(shown), "more sequence")
+        hidden = counted(len(found) - len(shown), "more sequence")
         tell(console, f"{hidden}; --sequences {len(found)} shows all", "dim")
     return 0
 
@@ -85,7 +84,7 @@ def _tree(batch: PackedBatch) -> TreeStatistics | None:
     return tree_of(batch).statistics()
 
 
-def decoder_of(batch: PackedBatch, beside: Path, tokenizer: str | None) -> inspection.Decode | None:
+def decoder_of(batch: PackedBatch, beside: Path, tokenizer: str | None) -> Decode | None:
     """Return the decoding of a tokenizer, or ``None`` if there is none.
 
     Args:
@@ -107,6 +106,6 @@ def decoder_of(batch: PackedBatch, beside: Path, tokenizer: str | None) -> inspe
         return None
     num_unknown = int((batch.input_ids >= len(loaded)).sum())
     if num_unknown:
-        unknown = inspection.counted(num_unknown, "token")
+        unknown = counted(num_unknown, "token")
         say(f"{unknown} not in the vocabulary of {folder}: is it the batch's tokenizer?")
     return partial(loaded.decode, clean_up_tokenization_spaces=False)

@@ -10,8 +10,8 @@ from typing import Any
 from trajpack.agent.errors import SetupError
 from trajpack.agent.models.causal_model import first_line
 from trajpack.commands.inspect import load_batch
+from trajpack.commands.panels import summary
 from trajpack.commands.terminal import make_console
-from trajpack.packing.batch.inspection import summary
 from trajpack.packing.plan.plan import Plan, plan_micro_batches
 from trajpack.packing.plan.ranks import plan_ranks
 from trajpack.packing.plan.statistics import PlanStatistics

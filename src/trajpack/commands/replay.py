@@ -11,10 +11,11 @@ from trajpack.agent.rollout.files import save_rollout
 from trajpack.agent.rollout.log import logged_tokenizer
 from trajpack.agent.rollout.places import tokenizer_folder
 from trajpack.agent.rollout.settings import LayoutName
+from trajpack.commands.panels import summary
 from trajpack.commands.rollout import failure_rows, tree_rows
 from trajpack.commands.terminal import make_console, tell, writing
 from trajpack.packing.batch.batch import PackedBatch
-from trajpack.packing.batch.inspection import describe, summary
+from trajpack.packing.batch.description import describe
 from trajpack.packing.buffer.buffer import TrajectoryBuffer
 from trajpack.packing.files.storage import save
 from trajpack.packing.trajectory_log.log import TrajectoryLog

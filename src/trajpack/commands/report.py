@@ -9,9 +9,9 @@ from trajpack.agent.models.causal_model import first_line
 from trajpack.agent.rollout.log import logged_tokenizer
 from trajpack.agent.rollout.places import tokenizer_folder
 from trajpack.commands.inspect import decoder_of, load_batch
+from trajpack.commands.panels import summary
 from trajpack.commands.terminal import make_console, tell, writing
 from trajpack.packing.batch.batch import PackedBatch
-from trajpack.packing.batch.inspection import summary
 from trajpack.packing.buffer.buffer import TrajectoryBuffer
 from trajpack.packing.report.figures import ReportOptions
 from trajpack.packing.report.page import write_report

@@ -24,10 +24,11 @@ from trajpack.agent.rollout.rollout import Rollout, RolloutOutcome, prepare_roll
 from trajpack.agent.rollout.settings import LayoutName, RolloutSettings
 from trajpack.agent.runner import silence
 from trajpack.agent.runner.runner import EpisodeResult, Progress
+from trajpack.commands.panels import summary
 from trajpack.commands.progress import EpisodeBoard
 from trajpack.commands.terminal import make_console, say, silence_transformers, tell, writing
 from trajpack.packing.batch.batch import PackedBatch
-from trajpack.packing.batch.inspection import counted, describe, summary
+from trajpack.packing.batch.description import counted, describe
 from trajpack.packing.buffer.buffer import TrajectoryBuffer
 from trajpack.packing.tree.pack_tree import tree_of
 from trajpack.packing.tree.statistics import describe_tree

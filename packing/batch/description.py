@@ -1,0 +1,113 @@
+"""What a packed batch holds, in words, and the kinds of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from trajpack.packing.batch.batch import PackedBatch
+
+Decode: TypeAlias = Callable[[Sequence[int]], str]
+"""Function from token ids to text."""
+Kind: TypeAlias = Literal["prompt", "observation", "generated"]
+
+
+class Span(NamedTuple):
+    """Tokens of a sequence of one kind."""
+
+    kind: Kind
+    """``"prompt"``, ``"generated"``, or ``"observation"``: context after a generated token."""
+    start: int
+    """Index of its first token in the batch."""
+    end: int
+    """Index past its last token in the batch."""
+    turn: int
+    """Turn that generated the tokens, an index of the batch's turn tensors, or -1."""
+
+
+def sequence_spans(batch: PackedBatch, sequence: int) -> list[Span]:
+    """Return the spans of prompt, observations and completions of a sequence.
+
+    Example:
+        >>> from trajpack import Trajectory, Turn, pack
+        >>> turns = [Turn([1, 2], [3], [-0.1]), Turn([1, 2, 3, 4], [5, 6], [-0.2, -0.3])]
+        >>> for span in sequence_spans(pack([Trajectory("a", turns)]), 0):
+        ...     print(*span)
+        prompt 0 2 -1
+        generated 2 3 0
+        observation 3 4 -1
+        generated 4 6 1
+    """
+    start, end = batch.cu_seqlens[sequence : sequence + 2].tolist()
+    turn_ids = batch.turn_ids[start:end].cpu().numpy()
+    bounds = [0, *(np.flatnonzero(np.diff(turn_ids)) + 1).tolist(), end - start]
+    spans = []
+    context: Kind = "prompt"
+    for begin, stop in pairwise(bounds):
+        turn = int(turn_ids[begin])
+        kind: Kind = context if turn < 0 else "generated"
+        if turn >= 0:
+            context = "observation"
+        spans.append(Span(kind, start + begin, start + stop, turn))
+    return spans
+
+
+def describe(batch: PackedBatch) -> list[tuple[str, str]]:
+    """Return the content of a batch as pairs of a name and a value in words.
+
+    Cost: copies the turn tensors to the host (synchronises).
+
+    Example:
+        >>> from trajpack import Trajectory, Turn, pack
+        >>> for name, value in describe(pack([Trajectory("a", [Turn([1, 2], [3], [-0.1])])])):
+        ...     print(name, "=", value)
+        trajectories = 1
+        turns = 1, longest trajectory 1
+        sequences = 1 in layout merged, longest 3 tokens
+        tokens = 3, of them 1 generated (33.3%)
+        returns = mean 0, min 0, max 0
+        policy versions = 0
+    """
+    groups = {group for group in batch.groups if group is not None}
+    in_groups = f" in {counted(len(groups), 'group')}" if groups else ""
+    num_truncated = int(batch.turn_truncated.sum())
+    truncated = f", {num_truncated:,} cut off by the length limit" if num_truncated else ""
+    turns_each = int(batch.cu_turns.diff().max()) if batch.ids else 0
+    share = batch.num_generated / batch.num_tokens if batch.num_tokens else 0.0
+    rows = [
+        ("trajectories", f"{len(batch.ids):,}{in_groups}"),
+        ("turns", f"{batch.num_turns:,}, longest trajectory {turns_each:,}{truncated}"),
+        (
+            "sequences",
+            f"{len(batch):,} in layout {batch.layout}, longest {batch.max_seqlen:,} tokens",
+        ),
+        (
+            "tokens",
+            f"{batch.num_tokens:,}, of them {batch.num_generated:,} generated ({share:.1%})",
+        ),
+    ]
+    if batch.num_turns:
+        returns = batch.turn_returns.double().cpu()
+        rows.append(
+            (
+                "returns",
+                f"mean {returns.mean():.4g}, min {returns.min():.4g}, max {returns.max():.4g}",
+            )
+        )
+        low, high = int(batch.turn_version_start.min()), int(batch.turn_version_end.max())
+        rows.append(("policy versions", f"{low}" if low == high else f"{low} to {high}"))
+    return rows
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless the number is 1.
+
+    Example:
+        >>> counted(1, "turn"), counted(1200, "turn")
+        ('1 turn', '1,200 turns')
+    """
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

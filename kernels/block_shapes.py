@@ -63,9 +63,6 @@ SHAPES = {
     "spread_kernel": BlockShape(512, 32),  # 16 tokens a thread: less search for each
     # 8 logits a thread: one load of 16 bytes where they have two bytes each.
     "logit_statistics": BlockShape(1024, 128),
-    # A row of 32 lanes is a warp with 8 successive loads a thread. 48 registers: 1,280 threads of
-    # an SM request 40 KB of float32. The block fixes the order of the sums.
-    "segment_reduce": BlockShape(32, 128),
     # 16 entries a thread: a program requests 20 KB. 128 threads take up to 234 registers. The
     # block fixes the order of the sums.
     "whiten": BlockShape(4096, 256),

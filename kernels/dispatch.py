@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch.autograd import forward_ad
 
 Impl: TypeAlias = Literal["auto", "torch", "triton"]
 
 LIBRARY = torch.library.Library("trajpack", "DEF")
 """The torch library that holds all ops of this package: ``torch.ops.trajpack.<name>``."""
-_RUNS: dict[str, Callable[..., Any]] = {}
-"""Implementation of each op."""
-_PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
-_NO_TENSORS = frozenset((type(None), bool, int, float, str))
 
 
 try:
@@ -40,7 +35,6 @@ def register_op(
     see ``torch.library.register_autograd``; an op without ``backward`` is constant.
     """
     name = schema.partition("(")[0]
-    _RUNS[name] = run
     LIBRARY.define(schema)
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"trajpack::{name}", fake, lib=LIBRARY)
@@ -48,56 +42,6 @@ def register_op(
         torch.library.register_autograd(
             f"trajpack::{name}", backward, setup_context=setup_context, lib=LIBRARY
         )
-
-
-def call_op(name: str, *arguments: Any) -> Any:
-    """Call an op by its name, by position.
-
-    The dispatcher of torch takes about as long as a launch. It has to do with a call only where a
-    gradient is recorded, something traces, transforms or profiles, or a tensor is of a subclass, on
-    the meta device, sparse, or a conjugated or negated view. All other calls go directly to the
-    implementation.
-    """
-    if _is_plain() and not _concern_dispatcher(arguments):
-        return _RUNS[name](*arguments)
-    return getattr(torch.ops.trajpack, name)(*arguments)
-
-
-def _is_plain() -> bool:
-    """Return whether nothing traces, transforms or profiles what is called."""
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-        or torch.autograd.profiler._is_profiler_enabled
-        or torch._C._get_tracing_state() is not None
-    )
-
-
-def _concern_dispatcher(arguments: Iterable[Any]) -> bool:
-    """Return whether a tensor needs a gradient, lacks plain memory, or is of a subclass."""
-    records = torch.is_grad_enabled()
-    for argument in arguments:
-        kind = type(argument)
-        if kind in _NO_TENSORS:
-            continue
-        if kind in _PLAIN_TENSORS:
-            if (
-                argument.is_meta
-                or (records and argument.requires_grad)
-                or argument.is_conj()
-                or argument.is_neg()
-                or argument.layout != torch.strided
-            ):
-                return True
-        elif kind in (list, tuple):
-            if _concern_dispatcher(argument):
-                return True
-        elif isinstance(argument, torch.Tensor):
-            return True
-    return False
 
 
 def resolve_impl(op: str, impl: Impl, device: torch.device) -> Literal["torch", "triton"]:

@@ -15,9 +15,9 @@ import torch
 from benchmarks.contest import OURS, Contender, Contest
 from benchmarks.workloads import filled, single_turns
 from trajpack import GAE, GRPO, TurnGAE
-from trajpack.kernels.groups.group_recipes import grpo
-from trajpack.kernels.reduce.segment_reduce import segment_sum
+from trajpack.kernels import group_advantages
 from trajpack.kernels.reduce.whiten import whiten
+from trajpack.kernels.scan.segment_sum import segment_sum
 from trajpack.testing import boundaries
 
 GROUPS, SEGMENTS, WHITEN = "grpo of scores", "segment_sum of tokens", "whiten tokens"
@@ -94,7 +94,7 @@ def groups_contest(workload, shape, device="cpu", **options):
     scores, ids = (torch.from_numpy(each).to(device) for each in (scores.astype(np.float32), ids))
     wrote, vectorised = "advantages", by_adding_at(scores, ids, num_groups)
     entrants = [
-        Contender(OURS, lambda: grpo(scores, ids, num_groups=num_groups), wrote),
+        Contender(OURS, lambda: group_advantages(scores, ids, num_groups=num_groups), wrote),
         Contender("index_add, twice", vectorised, wrote, **TUNED),
     ]
     if device == "cpu":  # on a device it waits for each member

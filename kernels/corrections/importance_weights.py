@@ -15,8 +15,8 @@ from trajpack.kernels.corrections.slots import (
     slots_of_tokens,
     sum_logarithms,
 )
-from trajpack.kernels.dispatch import Impl, call_op, register_op, resolve_impl
-from trajpack.kernels.reduce.segment_reduce import INTEGERS, check_segments, owners_of_entries
+from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
+from trajpack.kernels.segments import check_segments, owners_of_entries
 from trajpack.kernels.validation import (
     check_choice,
     check_number,
@@ -226,7 +226,7 @@ def importance_weights(
     logarithm is then clamped to ±20. For a `Rejection` the logarithms of tokens are clamped to ±20
     before they are summed, and sums and means are not: as in verl. Logarithms are float32. Their
     sums are exact, of multiples of 2⁻³², if their magnitudes add up to less than 2³¹; a token's
-    logarithm beyond ±1024 counts as infinite.
+    finite logarithm beyond ±1024 counts as ±1024. Infinities of both signs add up to NaN.
     `Correction` defines the weight of a ratio. For turns, pass ``turn_spans`` and ``turn_ids`` of a
     packed batch; for sequences, ``cu_seqlens``.
 
@@ -287,7 +287,7 @@ def importance_weights(
         num_segments = segments.shape[0] - int(segments.ndim == 1)
         if segment_ids is not None:
             each: dict[str, Any] = {"device": loss_mask.device, "entries": tokens}
-            check_tensor(OP, "segment_ids", segment_ids, dtypes=INTEGERS, **each)
+            check_tensor(OP, "segment_ids", segment_ids, dtypes=(torch.int32, torch.int64), **each)
         elif segments.ndim == 2:
             check_segments_within(OP, "segments", segments, tokens)
             owner, inside = owners_of_entries(segments, tokens)
@@ -310,8 +310,7 @@ def weigh_tokens(
     if not correction.needs_segments:
         places = None
     *tables, num_segments, num_slots = places or Places(None, None, None, 0, 0)
-    weights, metrics = call_op(
-        "importance_weights",
+    weights, metrics = torch.ops.trajpack.importance_weights(
         [one.detach().contiguous() for one in (logprobs, rollout_logprobs, loss_mask)],
         [None if one is None else one.contiguous() for one in tables],
         [num_segments, num_slots],

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 
 from trajpack.kernels.corrections.slots import Places, slots_of_tokens
-from trajpack.kernels.dispatch import Impl, call_op, register_op, resolve_impl
+from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
 from trajpack.kernels.validation import check_choice, check_integer, check_number, check_tensor
 
 INTEGERS = (torch.int32, torch.int64)
@@ -56,9 +56,9 @@ def loss_weights(
             prompt; outside ``[0, num_groups)``: none. For ``"prompt_mean"`` alone.
         num_groups: Number of group ids.
         denominator: In place of N, S or G, where a batch is spread over ranks: the sum over
-            ranks of their `loss_denominator`, a number or a 0-d tensor, so that the losses of
-            the ranks add up to that of the whole. Where gradients are averaged over ranks,
-            divide it by their number. A sequence, or group, must then be on one rank.
+            ranks of their `PackedBatch.loss_denominator`, a number or a 0-d tensor, so that the
+            losses of the ranks add up to that of the whole. Where gradients are averaged over
+            ranks, divide it by their number. A sequence, or group, must then be on one rank.
             ``"constant"`` needs it: for Dr. GRPO the maximum length times the responses.
         impl: As of `segment_sum`; both implementations give the same bits.
 
@@ -130,8 +130,7 @@ def shares_of(
         given = 0.0 if denominator is None else denominator
         on_device = given if isinstance(given, torch.Tensor) else None
         tables = places[1:3] if places else (None, None)
-        weights: torch.Tensor = call_op(
-            "loss_weights",
+        weights: torch.Tensor = torch.ops.trajpack.loss_weights(
             *(None if one is None else one.contiguous() for one in (counts, *tables)),
             on_device,
             0.0 if on_device is not None else float(given),
@@ -149,44 +148,11 @@ def shares_of(
     return torch.where(counts != 0, share, 0.0).float()
 
 
-def loss_denominator(
-    aggregation: Aggregation,
-    loss_mask: torch.Tensor,
-    sequence_ids: torch.Tensor | None = None,
-    *,
-    num_sequences: int | None = None,
-    group_ids: torch.Tensor | None = None,
-    num_groups: int | None = None,
-) -> torch.Tensor:
-    """Return the denominator of `loss_weights` in this batch: N, S or G of its docstring.
-
-    For a batch spread over ranks, pass the sum over ranks to `loss_weights`. Arguments and errors
-    are those of `loss_weights`; ``"constant"``, whose denominator is given, is refused.
-
-    Returns:
-        0-d int64 on the device: generated tokens, or the sequences or groups with any.
+def denominator_of(counts: torch.Tensor, places: Places | None) -> torch.Tensor:
+    """Return N, S or G of `loss_weights` for the entries of `shares_of`: 0-d int64.
 
     Cost: one to nineteen small launches. No copy, no host synchronisation.
-
-    Example:
-        >>> loss_mask, ids = torch.tensor([True, True, True]), torch.tensor([0, 0, 2])
-        >>> loss_denominator("sequence_mean_token_sum", loss_mask, ids, num_sequences=3)
-        tensor(2)
-
-    Reference:
-        ``global_batch_size`` and ``batch_num_tokens`` of verl's ``agg_loss``.
     """
-    op = "loss_denominator"
-    places = _check_places(
-        op, aggregation, loss_mask, sequence_ids, num_sequences, group_ids, num_groups
-    )
-    if aggregation == "constant":
-        raise ValueError(f"{op}: aggregation='constant' has the denominator that it is given")
-    return denominator_of(loss_mask, places)
-
-
-def denominator_of(counts: torch.Tensor, places: Places | None) -> torch.Tensor:
-    """Return the `loss_denominator` of the entries of `shares_of`."""
     _, slots, found = _counted(counts, places)
     return found if slots is None else (found[:-1] > 0).sum()
 

@@ -9,7 +9,7 @@ import torch
 LOG_BOUND = 20.0
 """Logarithms of ratios are clamped to ``[-LOG_BOUND, LOG_BOUND]``, as in verl."""
 FAR = 1024.0
-"""A logarithm beyond it, on either side, counts as infinite in a sum."""
+"""A finite logarithm beyond it, on either side, counts as this in a sum."""
 UNIT = 2.0**-32
 """Logarithms are summed as multiples of it, which is exact in any order."""
 
@@ -46,11 +46,11 @@ def slots_of_tokens(places: Places, num_tokens: int, device: torch.device) -> to
 def sum_logarithms(logarithms: torch.Tensor, slots: torch.Tensor, num_slots: int) -> torch.Tensor:
     """Return float32 ``[slots]`` sums: exact ones of multiples of `UNIT`, rounded once."""
     logarithms = logarithms.double()
-    near = logarithms.abs() <= FAR
+    is_finite = logarithms.isfinite()
     zeros = logarithms.new_zeros(num_slots + 1)
-    units = torch.where(near, logarithms / UNIT, 0.0).round().long()
+    units = torch.where(is_finite, logarithms.clamp(-FAR, FAR) / UNIT, 0.0).round().long()
     exact = zeros.long().index_add_(0, slots, units)
-    infinite = zeros.index_add_(0, slots, torch.where(near, 0.0, logarithms * torch.inf))
+    infinite = zeros.index_add_(0, slots, torch.where(is_finite, 0.0, logarithms))
     return (exact.double() * UNIT + infinite)[:num_slots].float()
 
 

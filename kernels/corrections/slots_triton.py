@@ -126,9 +126,10 @@ def sum_slots_kernel(
     left = tl.where((slot >= 0) & (count != 0), slot, _NOBODY)
     if logprobs is not None:
         log = (new - old).to(tl.float32).to(tl.float64)
-        is_far = (tl.abs(log) <= _FAR) == 0
-        units = _units(tl.where(is_far, 0.0, log))
-        has_far = tl.max((is_far & (left < _NOBODY)).to(tl.int32), 0)
+        is_finite = tl.abs(log) < float("inf")
+        near = tl.where(log > _FAR, _FAR, tl.where(log < -_FAR, -_FAR, log))
+        units = _units(tl.where(is_finite, near, 0.0))
+        has_marks = tl.max(((is_finite == 0) & (left < _NOBODY)).to(tl.int32), 0)
     table = cells + CELLS * APART
     lanes = tl.arange(0, LANES)
     num_new = tl.full((), 0, tl.int64)
@@ -153,9 +154,10 @@ def sum_slots_kernel(
                     clamped = _units(tl.where(log == log, clamped, 0.0))  # noqa: PLR0124
                     total = tl.sum(tl.where(own, clamped, 0), 0)
                     clampeds = tl.where(here, total - (number << 53), clampeds)
-                if has_far != 0:
-                    mark = _any(own & (log != log)) * NAN + _any(own & (log > _FAR)) * ABOVE  # noqa: PLR0124
-                    mark += _any(own & (log < -_FAR)) * BELOW
+                if has_marks != 0:
+                    mark = _any(own & (log != log)) * NAN  # noqa: PLR0124
+                    mark += _any(own & (log == float("inf"))) * ABOVE
+                    mark += _any(own & (log == float("-inf"))) * BELOW
                     marks = tl.where(here, (mark >> 32).to(tl.int32), marks)
                 found = number.to(tl.int32)
             founds = tl.where(here, found, founds)
@@ -167,7 +169,7 @@ def sum_slots_kernel(
             tl.atomic_add(row + 1, totals, mask=is_found, sem="relaxed")
             if clamps != 0:
                 tl.atomic_add(row + 2, clampeds, mask=is_found, sem="relaxed")
-            if has_far != 0:
+            if has_marks != 0:
                 tl.atomic_or(row, marks.to(tl.int64) << 32, mask=is_found, sem="relaxed")
         known = tl.atomic_add(row, founds.to(tl.int64), mask=is_found, sem="relaxed")
         num_new += tl.sum((is_found & ((known & 0xFFFFFFFF) == 0)).to(tl.int32), 0)

@@ -93,44 +93,6 @@ def gae(  # noqa: PLR0913 - a convention is an argument
     return scan_tokens("gae", scan._replace(bootstrap=bootstrap, max_seqlen=max_seqlen), impl)
 
 
-def td_lambda(  # noqa: PLR0913 - a convention is an argument
-    rewards: torch.Tensor,
-    values: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    *,
-    gamma: float | torch.Tensor = 1.0,
-    lam: float | torch.Tensor = 0.95,
-    loss_mask: torch.Tensor | None = None,
-    observation: Observation = "carry",
-    bootstrap: torch.Tensor | None = None,
-    impl: Impl = "auto",
-    max_seqlen: int | None = None,
-) -> torch.Tensor:
-    """Return the λ-return of every generated token.
-
-    Where every token was generated::
-
-        Rₜ = rₜ + γ·((1 - λ)·vₜ₊₁ + λ·Rₜ₊₁)
-
-    It is the second result of `trajpack.kernels.gae`, which has the meaning of every argument,
-    errors and cost. λ = 1 is the discounted return, λ = 0 the one-step target.
-
-    Returns:
-        float32 ``[tokens]``, 0 where ``loss_mask`` is False.
-
-    Example:
-        >>> rewards, values = torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.5])
-        >>> td_lambda(rewards, values, torch.tensor([0, 2], dtype=torch.int32), lam=0.5)
-        tensor([0.7500, 1.0000])
-
-    Reference:
-        Sutton and Barto, Reinforcement Learning, 2nd edition, equation 12.18.
-    """
-    scan = Scan(cu_seqlens, rewards, values, loss_mask, gamma, lam, observation)
-    scan = scan._replace(bootstrap=bootstrap, max_seqlen=max_seqlen)
-    return scan_tokens("td_lambda", scan, impl)[1]
-
-
 def turn_gae(  # noqa: PLR0913 - a convention is an argument
     rewards: torch.Tensor,
     values: torch.Tensor,

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 
 from trajpack.kernels.block_shapes import block_shape
-from trajpack.kernels.dispatch import call_op, register_op
+from trajpack.kernels.dispatch import register_op
 from trajpack.kernels.fields.build import check_runs
-from trajpack.kernels.reduce.segment_reduce import segment_reduce_torch
 from trajpack.kernels.runs import Run
+from trajpack.kernels.scan.segment_sum import segment_sum_torch
 from trajpack.kernels.validation import check_boundaries, check_indices, values_to_check
 
 
@@ -59,7 +59,7 @@ def scores_of_trajectories(  # noqa: PLR0913 - tables of a batch
     Cost: one launch. No copy, no host synchronisation.
     """
     tables = turn_rewards, turn_truncated, cu_generated, cu_turns, group_ids
-    return Scores(*call_op("scores_of_trajectories", *tables, given, clip, masks, impl))
+    return Scores(*torch.ops.trajpack.scores_of_trajectories(*tables, given, clip, masks, impl))
 
 
 def spread(
@@ -85,7 +85,9 @@ def spread(
     synchronisation.
     """
     rows = values, steps, index, others
-    found: tuple[torch.Tensor, torch.Tensor] = call_op("spread", *turns, *rows, weight, impl)
+    found: tuple[torch.Tensor, torch.Tensor] = torch.ops.trajpack.spread(
+        *turns, *rows, weight, impl
+    )
     return found
 
 
@@ -100,7 +102,7 @@ def _run_scores(*inputs: Any) -> tuple[torch.Tensor, ...]:
         return scores_forward(*tables, given=given, clip=clip, masks=masks)
     scores = given
     if scores is None:
-        scores = segment_reduce_torch(turn_rewards, cu_turns, None, "sum")
+        scores = segment_sum_torch(turn_rewards, cu_turns)
     scores = scores.double().clamp(-clip, clip)
     ends = cu_turns[1:].long()
     valid = torch.ones_like(ends, dtype=torch.bool)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from trajpack.kernels.dispatch import Impl, call_op, register_op, resolve_impl
+from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
 from trajpack.kernels.fields.stretches import Array, Ints, copier, count_up
 from trajpack.kernels.runs import MAX_TOKENS, RUN_WIDTH, Run, in_tiles
 from trajpack.kernels.validation import (
@@ -107,7 +107,7 @@ def build(
     check_integer(OP, "num_tokens", num_tokens, most=MAX_TOKENS)
     chosen = resolve_impl(OP, impl, words.device)
     inputs = (one.contiguous() for one in (words, runs, turn_returns))
-    return fields_of(call_op("build", *inputs, num_tokens, chosen), num_tokens)
+    return fields_of(torch.ops.trajpack.build(*inputs, num_tokens, chosen), num_tokens)
 
 
 def check_run_table(op: str, runs: torch.Tensor, device: torch.device) -> None:
@@ -170,21 +170,11 @@ def fields_of(memory: torch.Tensor, num_tokens: int) -> TokenFields:
     return TokenFields(*(field_of(memory, num_tokens, name) for name in FIELD_DTYPES))
 
 
-def build_into(
-    memory: torch.Tensor,
-    words: torch.Tensor,
-    runs: torch.Tensor,
-    *,
-    turn_returns: torch.Tensor,
-    num_tokens: int,
-    impl: str,
+def expand_runs(
+    words: torch.Tensor, runs: torch.Tensor, turn_returns: torch.Tensor, num_tokens: int, impl: str
 ) -> torch.Tensor:
-    """Write all fields to memory of `empty_memory`, and return it: `build` without allocation.
-
-    Other arguments are those of `build`, contiguous, on the device of the memory, and not checked.
-
-    Cost: one launch, no copy, no host synchronisation, capturable in a CUDA graph.
-    """
+    """Return memory of `empty_memory` with all fields: `build` of contiguous, unchecked tensors."""
+    memory = empty_memory(num_tokens, words.device)
     if impl == "triton":
         from trajpack.kernels.fields.build_triton import write_fields
 
@@ -289,10 +279,7 @@ def _run(
         ):
             rule = f"runs must keep Run.{column.name}"
             check_stretches(OP, rule, table[:, column], counts, size)
-    memory = empty_memory(num_tokens, words.device)
-    return build_into(
-        memory, words, runs, turn_returns=turn_returns, num_tokens=num_tokens, impl=impl
-    )
+    return expand_runs(words, runs, turn_returns, num_tokens, impl)
 
 
 def _fake(words: torch.Tensor, runs: Any, turn_returns: Any, num_tokens: int, impl: str) -> Any:

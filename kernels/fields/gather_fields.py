@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from trajpack.kernels.dispatch import Impl, call_op, register_op, resolve_impl
+from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
 from trajpack.kernels.fields.build import check_run_table, check_runs, check_stretches
 from trajpack.kernels.fields.stretches import copier, located, taken
 from trajpack.kernels.fields.units import UNITS, Rows, as_rows, empty_units, layouts_of, rows_of
@@ -101,7 +101,7 @@ def gather_fields(
     masks = [field.generated_only for field in fields]
     inputs = (one.contiguous() for one in (words, runs, sources))
     numbers = [number for layout in layouts for number in layout]
-    gathered = call_op("gather_fields", *inputs, num_tokens, numbers, masks, chosen)
+    gathered = torch.ops.trajpack.gather_fields(*inputs, num_tokens, numbers, masks, chosen)
     return _as_rows(gathered, fields, num_tokens)
 
 

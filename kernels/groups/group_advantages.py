@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 
-from trajpack.kernels.dispatch import Impl, call_op, register_op, resolve_impl
+from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
 from trajpack.kernels.validation import (
     check_boundaries,
     check_choice,
@@ -33,6 +33,10 @@ Scale: TypeAlias = Literal[
     "std", "leave_one_out_std", "std_about_baseline", "mean", "signed_mean", "nonzero", "none"
 ]
 Singleton: TypeAlias = Literal["raw", "zero"]
+Recipe: TypeAlias = Literal[
+    "grpo", "dr_grpo", "rloo", "opo", "reinforce_plus_plus_baseline", "max_rl", "gpg", "pass_at_k"
+]
+"""Names of `RECIPES`."""
 
 
 class Members(NamedTuple):
@@ -52,7 +56,7 @@ class Members(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """How a group's statistics make advantages: the arguments of `group_advantages`."""
+    """How a group's statistics make advantages: arguments of `group_advantages`."""
 
     baseline: str = "mean"
     scale: str = "std"
@@ -61,16 +65,49 @@ class Rule(NamedTuple):
     singleton: str = "raw"
 
 
+RECIPES = {
+    "grpo": Rule(),
+    "dr_grpo": Rule(scale="none"),
+    "rloo": Rule("leave_one_out", "none"),
+    "opo": Rule("length_weighted", "none"),
+    "reinforce_plus_plus_baseline": Rule(scale="none"),
+    "max_rl": Rule(scale="mean", singleton="zero"),
+    "gpg": Rule(scale="nonzero"),
+    "pass_at_k": Rule("second_best", "none", singleton="zero"),
+}
+"""Rule of each recipe; `group_advantages` has their sources."""
+
+
+def rule_of(op: str, recipe: str, **changes: Any) -> Rule:
+    """Return the rule of a recipe with those ``changes`` that are not None, checked."""
+    check_choice(op, "recipe", recipe, tuple(RECIPES))
+    changes = {name: value for name, value in changes.items() if value is not None}
+    rule = RECIPES[recipe]._replace(**changes)
+    check_choice(op, "baseline", rule.baseline, get_args(Baseline))
+    check_choice(op, "scale", rule.scale, get_args(Scale))
+    check_choice(op, "singleton", rule.singleton, get_args(Singleton))
+    if rule.scale == "leave_one_out_std" and rule.baseline != "leave_one_out":
+        raise ValueError(
+            f"{op}: scale='leave_one_out_std' needs baseline='leave_one_out', got {rule.baseline!r}"
+        )
+    if rule.baseline == "second_best" and rule.scale in ("std_about_baseline", "signed_mean"):
+        raise ValueError(f"{op}: scale={rule.scale!r} has no meaning with baseline='second_best'")
+    check_integer(op, "ddof", rule.ddof, most=MAX_COUNT)
+    check_number(op, "eps", rule.eps, least=0, finite=True)
+    return rule
+
+
 def group_advantages(  # noqa: PLR0913
     scores: torch.Tensor,
     group_ids: torch.Tensor,
+    recipe: Recipe = "grpo",
     *,
     num_groups: int,
-    baseline: Baseline = "mean",
-    scale: Scale = "std",
-    ddof: int = 1,
-    eps: float = 1e-6,
-    singleton: Singleton = "raw",
+    baseline: Baseline | None = None,
+    scale: Scale | None = None,
+    ddof: int | None = None,
+    eps: float | None = None,
+    singleton: Singleton | None = None,
     lengths: torch.Tensor | None = None,
     valid: torch.Tensor | None = None,
     impl: Impl = "auto",
@@ -86,6 +123,19 @@ def group_advantages(  # noqa: PLR0913
         scores: ``[members]`` float32 or float64.
         group_ids: ``[members]`` int32 or int64 in [0, ``num_groups``). A member with another id
             is in no group: it counts nowhere and its advantage is 0.
+        recipe: What the other options are where they are ``None``; ``ddof`` is 1 and ``eps`` 1e-6.
+
+            - ``"grpo"``: ``baseline="mean"``, ``scale="std"``, ``singleton="raw"`` as in verl
+              (DeepSeekMath, arXiv 2402.03300).
+            - ``"dr_grpo"``: ``scale="none"`` (arXiv 2503.20783).
+            - ``"rloo"``: ``baseline="leave_one_out"``, ``scale="none"`` (arXiv 2402.14740).
+            - ``"opo"``: ``baseline="length_weighted"``, ``scale="none"`` (arXiv 2505.23585).
+            - ``"reinforce_plus_plus_baseline"``: ``scale="none"``; the estimator whitens the
+              result over the tokens of the batch (arXiv 2501.03262).
+            - ``"max_rl"``: ``scale="mean"``, ``singleton="zero"`` (arXiv 2602.02710, prime-rl).
+            - ``"gpg"``: ``scale="nonzero"`` (arXiv 2504.02546, verl with ``f_norm=1``).
+            - ``"pass_at_k"``: ``baseline="second_best"``, ``scale="none"``, ``singleton="zero"``
+              (arXiv 2503.19595, verl's ``grpo_passk``, which has ``scale="std"``).
         num_groups: Number of groups. A group without members is allowed.
         baseline: Subtracted from the score: the group's ``"mean"``; the mean of the others
             (``"leave_one_out"``); Σ length·score / Σ length (``"length_weighted"``), the mean
@@ -109,7 +159,7 @@ def group_advantages(  # noqa: PLR0913
         eps: Added to a standard deviation, or to ``"signed_mean"``; not negative.
         singleton: Advantage in a group of one counted member (with ``scale="std"`` and
             ``"std_about_baseline"``: of no more than ``ddof``): its score (``"raw"``), not
-            divided by a deviation or mean, or 0.
+            divided by a deviation or mean, or 0 (``"zero"``).
         lengths: ``[members]`` int32, int64, float32 or float64: for ``"length_weighted"`` only.
         valid: ``[members]`` bool. A member where it is False counts nowhere and has advantage 0,
             even if its score is NaN.
@@ -125,69 +175,37 @@ def group_advantages(  # noqa: PLR0913
             go with the baseline, lengths are missing or not needed, or ``scores`` or ``lengths``
             requires grad.
 
-    Cost: two small operations that narrow the ids, unless they are int32 of more than 32,767
-    groups; a stable sort of 1, 2 or 4 bytes (up to 127, up to 32,767, more groups), in which torch
-    copies them once on the device; two that find the groups in it; one that fills zeros; and one
-    launch, which reads each member four times; another above 512 members, for groups that long.
-    Three more with ``"nonzero"``. No copy from the host, no host synchronisation. With
-    ``impl="torch"`` one pass for each statistic.
+    Cost: a stable sort of the ids in 1, 2 or 4 bytes, a few small operations and one launch, which
+    reads each member four times; another above 512 members, for groups that long. No copy from the
+    host, no host synchronisation. With ``impl="torch"`` one pass for each statistic.
 
     Example:
         >>> scores, groups = torch.tensor([1.0, 0.0, 5.0, 0.0]), torch.tensor([0, 1, 0, 0])
-        >>> group_advantages(scores, groups, num_groups=2, scale="none")
+        >>> group_advantages(scores, groups, "dr_grpo", num_groups=2)
         tensor([-1.,  0.,  3., -2.])
-        >>> group_advantages(scores, groups, num_groups=2, baseline="leave_one_out", scale="none")
+        >>> group_advantages(scores, groups, "rloo", num_groups=2, singleton="zero")
         tensor([-1.5000,  0.0000,  4.5000, -3.0000])
-
-    Reference:
-        Shao et al. 2024, DeepSeekMath, arXiv 2402.03300 (mean, std); Ahmadian et al. 2024,
-        arXiv 2402.14740 (leave one out); deviation of the others:
-        ``calculate_baseline_and_std_per_prompt`` of NeMo-RL; deviation about the baseline:
-        ``Normalization`` of AReaL 1.0.4; mean of either sign: ``compute_maxrl_advantage`` of
-        SkyRL. `trajpack.kernels.groups.group_recipes` has the usual ones by name.
     """
-    rule = Rule(baseline, scale, ddof, eps, singleton)
-    return compare(scores, group_ids, num_groups, rule, valid, impl, lengths)
-
-
-def compare(
-    scores: torch.Tensor,
-    group_ids: torch.Tensor,
-    num_groups: int,
-    rule: Rule,
-    valid: torch.Tensor | None,
-    impl: Impl,
-    lengths: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Check the arguments of `group_advantages`, and compute it."""
-    baseline, scale = rule.baseline, rule.scale
+    changes = {"baseline": baseline, "scale": scale, "ddof": ddof, "eps": eps}
+    rule = rule_of(OP, recipe, **changes, singleton=singleton)
     check_tensor(OP, "scores", scores, dtypes=FLOATS, constant=True)
     per: dict[str, Any] = {"device": scores.device, "entries": scores.shape[0], "per": "member"}
     check_tensor(OP, "group_ids", group_ids, dtypes=INTEGERS, **per)
     check_integer(OP, "num_groups", num_groups, most=MAX_COUNT)
     check_integer(OP, "number of members", scores.shape[0], most=MAX_COUNT)
-    check_choice(OP, "baseline", baseline, get_args(Baseline))
-    check_choice(OP, "scale", scale, get_args(Scale))
-    check_choice(OP, "singleton", rule.singleton, get_args(Singleton))
-    if scale == "leave_one_out_std" and baseline != "leave_one_out":
-        raise ValueError(
-            f"{OP}: scale='leave_one_out_std' needs baseline='leave_one_out', got {baseline!r}"
-        )
-    if baseline == "second_best" and scale in ("std_about_baseline", "signed_mean"):
-        raise ValueError(f"{OP}: scale={scale!r} has no meaning with baseline='second_best'")
-    check_integer(OP, "ddof", rule.ddof, most=MAX_COUNT)
-    check_number(OP, "eps", rule.eps, least=0, finite=True)
     if valid is not None:
         check_tensor(OP, "valid", valid, dtypes=(torch.bool,), **per)
-    if baseline == "length_weighted" and lengths is None:
+    if rule.baseline == "length_weighted" and lengths is None:
         raise ValueError(f"{OP}: baseline='length_weighted' needs lengths, got None")
     if lengths is not None:
-        if baseline != "length_weighted":
-            raise ValueError(f"{OP}: lengths are for baseline='length_weighted', got {baseline!r}")
+        if rule.baseline != "length_weighted":
+            raise ValueError(
+                f"{OP}: lengths are for baseline='length_weighted', got {rule.baseline!r}"
+            )
         check_tensor(OP, "lengths", lengths, dtypes=(*INTEGERS, *FLOATS), constant=True, **per)
     chosen = resolve_impl(OP, impl, scores.device)
     shares = None
-    if chosen == "triton" and scale == "nonzero":
+    if chosen == "triton" and rule.scale == "nonzero":
         counted = (group_ids >= 0) & (group_ids < num_groups)
         counted = counted if valid is None else counted & valid
         shares = torch.stack([counted.sum(), (counted & (scores != 0)).sum()]).int()
@@ -236,8 +254,7 @@ def advantages_of(
     order, groups = None, members.group_ids
     if impl == "triton":
         order, groups = members.order, members.segments
-    advantages: torch.Tensor = call_op(
-        "group_advantages",
+    advantages: torch.Tensor = torch.ops.trajpack.group_advantages(
         *(None if one is None else one.contiguous() for one in (scores, groups, order)),
         members.num_groups,
         *rule._replace(eps=float(rule.eps)),
@@ -390,7 +407,9 @@ def order_by_state(
 
     Cost: one launch without a sort.
     """
-    ordered: tuple[torch.Tensor, torch.Tensor] = call_op("order_by_state", order, cu_groups, states)
+    ordered: tuple[torch.Tensor, torch.Tensor] = torch.ops.trajpack.order_by_state(
+        order, cu_groups, states
+    )
     return ordered
 
 

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from trajpack.kernels.groups.group_advantages import Rule
-from trajpack.kernels.launches import EVERY_WAY, cdiv, launch_on
+from trajpack.kernels.launches import cdiv, launch_on
 from trajpack.kernels.search_triton import find_segment, find_segments
 
 LONG = 512
@@ -247,7 +247,7 @@ def group_advantages_forward(
     mask, raw = None if valid is None else valid.view(torch.uint8), int(rule.singleton == "raw")
     num_parts = 0 if shares is None else shares.numel() // 2
     sizes = [("group_advantages_kernel", 0, LONG)]
-    if (members if longest is None else min(longest, members)) > LONG or EVERY_WAY.is_set():
+    if (members if longest is None else min(longest, members)) > LONG:
         sizes.append(("group_advantages_kernel, long", LONG + 1, 2**31 - 1))
     for kernel, least, most in sizes:
         launch = launch_on(kernel, scores.get_device())

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trajpack.kernels.dispatch import call_op, register_op
+from trajpack.kernels.dispatch import register_op
 from trajpack.kernels.logprobs.pair_logits import Logits, Pairs, pair_gradients, pair_logits
 from trajpack.kernels.rearrange.repeat_rows import sum_rows
 
@@ -242,7 +242,7 @@ def _backward(
     *inputs, logsumexp, mean = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[:3])
     rates = torch.stack((of_logsumexp, of_mean, logsumexp, mean))
-    found = call_op("logit_gradients", *inputs, *ctx.options, rates, of_picked, needs)
+    found = torch.ops.trajpack.logit_gradients(*inputs, *ctx.options, rates, of_picked, needs)
     grads = [one if need else None for one, need in zip(found, needs, strict=True)]
     return *grads, *[None] * 8
 

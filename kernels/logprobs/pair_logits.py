@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from trajpack.kernels.rearrange.repeat_rows import add_rows, sum_rows
-from trajpack.kernels.reduce.segment_reduce import owners_of_entries
+from trajpack.kernels.segments import owners_of_entries
 
 LOGITS_PER_PAIR = {"cuda": 1024, "cpu": 128}
 """Logits of a matrix product that take as long as a pair, forward and backward, by the type of

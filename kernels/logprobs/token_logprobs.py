@@ -7,12 +7,12 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch.autograd import forward_ad
 
-from trajpack.kernels.dispatch import Impl, call_op, resolve_impl
+from trajpack.kernels.dispatch import Impl, resolve_impl
 from trajpack.kernels.logprobs.logit_statistics import HALVES, transformed
 from trajpack.kernels.logprobs.pair_logits import LOGITS_PER_PAIR, Pairs
 from trajpack.kernels.logprobs.vocabulary_shards import Merged, SummedGradient, shard_of
 from trajpack.kernels.rearrange.repeat_rows import repeat_rows
-from trajpack.kernels.reduce.segment_reduce import segment_max, segment_sum
+from trajpack.kernels.scan.segment_sum import segment_sum
 from trajpack.kernels.validation import (
     check_boundaries,
     check_choice,
@@ -292,8 +292,7 @@ class _Head:
 
         Without ``whole`` the first two are any numbers.
         """
-        found = call_op(
-            "logit_statistics",
+        found = torch.ops.trajpack.logit_statistics(
             self.hidden, self.weight, self.bias, self.rows, self.temperature,
             pairs.boundaries, pairs.tokens - self.first, self.softcap, whole, with_mean, self.impl,
         )  # fmt: skip
@@ -372,7 +371,8 @@ def _over_support(
 
 def _logsumexp(logits: torch.Tensor, pairs: Pairs) -> torch.Tensor:
     """Return the log-sum-exp of each row's pairs, -inf of none."""
-    most = segment_max(logits.detach(), pairs.boundaries)
+    most = logits.new_full((pairs.boundaries.shape[0] - 1,), -torch.inf)
+    most = most.scatter_reduce(0, pairs.owners, logits.detach(), "amax")
     most = most.where(most > -torch.inf, 0.0)
     total = segment_sum((logits - most[pairs.owners]).exp(), pairs.boundaries)
     return torch.where(total == 0, -torch.inf, most + total.where(total != 0, 1.0).log())
@@ -400,11 +400,9 @@ def _check_boundaries(
 
 
 def _check_reverse_mode(op: str, *tensors: torch.Tensor | None) -> None:
-    """Raise where torch would return no gradient, or fail in its own words."""
+    """Raise in forward mode, where torch would return a gradient of 0."""
     for one in tensors if not torch.compiler.is_compiling() else ():
-        if one is not None and (
-            torch._C._functorch.is_gradtrackingtensor(one)
-            or forward_ad.unpack_dual(one).tangent is not None
-        ):
-            others = "not in forward mode, nor under the transforms of torch.func"
-            raise RuntimeError(f"{op}: has gradients in reverse mode, by torch.autograd; {others}")
+        if one is not None and forward_ad.unpack_dual(one).tangent is not None:
+            raise RuntimeError(
+                f"{op}: has gradients in reverse mode, by torch.autograd; not in forward mode"
+            )

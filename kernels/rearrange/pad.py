@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
-from trajpack.kernels.dispatch import Impl, call_op, register_op, resolve_impl
+from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
 from trajpack.kernels.fields.stretches import moved
 from trajpack.kernels.fields.units import UNITS
 from trajpack.kernels.validation import (
@@ -68,13 +68,14 @@ def pad(
                 [-1,  2,  3]])
     """
     check_tensor("pad", "packed", packed, or_more=True)
+    check_integer("pad", "number of tokens", packed.shape[0], most=MAX_ROWS)
     check_choice("pad", "side", side, get_args(Side))
     check_cu_seqlens("pad", cu_seqlens, device=packed.device)
     check_integer("pad", "max_seqlen", max_seqlen, most=MAX_ROWS)
     _check_value(value, packed.dtype)
     chosen = resolve_impl("pad", impl, packed.device)
-    padded: torch.Tensor = call_op(
-        "pad", packed, cu_seqlens.contiguous(), max_seqlen, value, side, chosen
+    padded: torch.Tensor = torch.ops.trajpack.pad(
+        packed, cu_seqlens.contiguous(), max_seqlen, value, side, chosen
     )
     return padded
 
@@ -127,8 +128,8 @@ def unpad(
             f"{list(padded.shape)}, got {cu_seqlens.shape[0]}"
         )
     chosen = resolve_impl("unpad", impl, padded.device)
-    packed: torch.Tensor = call_op(
-        "unpad", padded, cu_seqlens.contiguous(), num_tokens, side, chosen
+    packed: torch.Tensor = torch.ops.trajpack.unpad(
+        padded, cu_seqlens.contiguous(), num_tokens, side, chosen
     )
     return packed
 
@@ -203,12 +204,12 @@ def _setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
 
 def _pad_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     sizes = *ctx.saved_tensors, ctx.shape[0]
-    return call_op("unpad", grad, *sizes, ctx.side, ctx.impl), *[None] * 5
+    return torch.ops.trajpack.unpad(grad, *sizes, ctx.side, ctx.impl), *[None] * 5
 
 
 def _unpad_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     sizes = *ctx.saved_tensors, ctx.shape[1]
-    return call_op("pad", grad, *sizes, 0, ctx.side, ctx.impl), *[None] * 4
+    return torch.ops.trajpack.pad(grad, *sizes, 0, ctx.side, ctx.impl), *[None] * 4
 
 
 register_op(

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trajpack.kernels.dispatch import call_op, register_op
+from trajpack.kernels.dispatch import register_op
 from trajpack.kernels.validation import check_indices, check_tensor
 
 
@@ -41,7 +41,7 @@ def repeat_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     check_tensor(op, "x", x, or_more=True)
     check_tensor(op, "index", index, dtypes=(torch.int64,), device=x.device)
     check_indices(op, "index", index, x.shape[0])
-    repeated: torch.Tensor = call_op("repeat_rows", x, index)
+    repeated: torch.Tensor = torch.ops.trajpack.repeat_rows(x, index)
     return repeated
 
 
@@ -69,11 +69,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 
 def _backward_of_repeat(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-    return call_op("sum_rows", gradient, *ctx.saved_tensors, ctx.num_rows), None
+    return torch.ops.trajpack.sum_rows(gradient, *ctx.saved_tensors, ctx.num_rows), None
 
 
 def _backward_of_sum(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-    return call_op("repeat_rows", gradient, *ctx.saved_tensors), None, None
+    return torch.ops.trajpack.repeat_rows(gradient, *ctx.saved_tensors), None, None
 
 
 register_op(

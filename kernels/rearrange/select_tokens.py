@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from trajpack.kernels.dispatch import Impl, call_op, register_op, resolve_impl
+from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
 from trajpack.kernels.fields.stretches import copier, count_up, located, slices, taken
 from trajpack.kernels.fields.units import UNITS, Rows, as_rows, layouts_of, rows_of
 from trajpack.kernels.runs import MAX_TOKENS
@@ -76,7 +76,7 @@ def select_tokens(
         impl: ``"auto"`` uses Triton for CUDA tensors and torch for all others.
 
     Returns:
-        `SelectedTokens`. No gradient flows; see `trajpack.kernels.merge_tokens`.
+        `SelectedTokens`. No gradient flows; see `merge_tokens`.
 
     Raises:
         TypeError: If a dtype is none of the above.
@@ -119,8 +119,7 @@ class TokenSources:
         _check_table(OP, table, num_tokens, self._sources[0].device)
         check_choice(OP, "positions", positions, ("continue", "zero"))
         chosen = resolve_impl(OP, impl, table.device)
-        *units, position_ids, segment_ids = call_op(
-            "select_tokens",
+        *units, position_ids, segment_ids = torch.ops.trajpack.select_tokens(
             self._units,
             table if table.stride(1) == 1 else table.contiguous(),
             num_tokens,
@@ -149,7 +148,7 @@ def merge_tokens(
 
     Args:
         rows: ``[source_tokens, *rest]`` of a dtype of at most 8 bytes.
-        table: Segments of the result, as for `trajpack.kernels.select_tokens`.
+        table: Segments of the result, as for `select_tokens`.
         inverse: Segments of ``rows``, by which the result gives ``rows`` back. Each token is
             taken at most once.
         num_tokens: Tokens of the result.
@@ -161,7 +160,7 @@ def merge_tokens(
         tokens that are not used have a gradient of 0.
 
     Raises:
-        TypeError, ValueError: As `trajpack.kernels.select_tokens`.
+        TypeError, ValueError: As `select_tokens`.
 
     Cost: one launch, and one for the gradient, which saves the tables alone. No copy, no host
     synchronisation.
@@ -177,7 +176,7 @@ def merge_tokens(
     _check_table(op, table, num_tokens, rows.device)
     _check_table(op, inverse, rows.shape[0], rows.device)
     tables, chosen = (table.contiguous(), inverse.contiguous()), resolve_impl(op, impl, rows.device)
-    merged: torch.Tensor = call_op("merge_tokens", rows, *tables, num_tokens, fill, chosen)
+    merged: torch.Tensor = torch.ops.trajpack.merge_tokens(rows, *tables, num_tokens, fill, chosen)
     return merged
 
 
@@ -354,7 +353,7 @@ def _setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     table, inverse = ctx.saved_tensors
     inputs = grad.contiguous(), inverse, table, ctx.num_rows, 0, ctx.impl
-    return call_op("merge_tokens", *inputs), *[None] * 5
+    return torch.ops.trajpack.merge_tokens(*inputs), *[None] * 5
 
 
 register_op(

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trajpack.kernels.dispatch import Impl, call_op, register_op, resolve_impl
+from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
 from trajpack.kernels.validation import check_integer, check_number, check_tensor
 
 OP = "whiten"
@@ -15,76 +15,10 @@ NOISE = 2.0**-46
 float32, and about 100 roundings of float64."""
 
 
-def masked_moments(x: torch.Tensor, mask: torch.Tensor, *, impl: Impl = "auto") -> torch.Tensor:
-    """Return count, mean, sum of squared deviations, minimum and maximum of counted entries.
-
-    Each chunk of fixed size is centred on its own mean, and chunks are merged in a fixed order:
-    the relative error of the deviations is about 10⁻¹⁶ · mean / std, not of its square. Chunks
-    start at the first entry, so with Triton uncounted entries appended at the end change no bit.
-
-    Args:
-        x: ``[entries]`` float32 or float64. Uncounted entries may have any value, NaN included.
-        mask: ``[entries]`` bool: True for entries that count.
-        impl: ``"auto"`` uses Triton for CUDA tensors and torch for all others. A named
-            implementation that cannot run raises.
-
-    Returns:
-        ``[5]`` float64: count, mean, Σ(x - mean)², min, max; of no entries 0, 0, 0, inf, -inf.
-        Where all are equal the third is exactly 0; where one is NaN, so are the last four. Not
-        differentiable.
-
-    Raises:
-        TypeError: If a dtype or a type is none of the above.
-        ValueError: If shapes or devices disagree, or ``x`` requires a gradient.
-
-    Cost: one launch. No copy of contiguous tensors that begin at a multiple of 16 bytes, no host
-    synchronisation.
-
-    Example:
-        >>> x = torch.tensor([1.0, 2.0, 6.0, float("nan")])
-        >>> masked_moments(x, torch.tensor([True, True, True, False])).tolist()
-        [3.0, 3.0, 14.0, 1.0, 6.0]
-
-    Reference:
-        Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample
-        variances, 1979.
-    """
-    _check_counted("masked_moments", x, mask)
-    return moments_of(x, mask, resolve_impl("masked_moments", impl, x.device))
-
-
-def moment_sums(
-    x: torch.Tensor, mask: torch.Tensor, *, shift: float = 0.0, impl: Impl = "auto"
-) -> torch.Tensor:
-    """Return sums that data-parallel ranks add up, with one all-reduce, for `whiten`.
-
-    Arguments and errors are those of `masked_moments`; the cost is six small operations more.
-    ``shift`` is a finite number that is subtracted from every entry, the same on every rank: the
-    nearer to the mean, the more precise is the variance from the sums; see `whiten`.
-
-    Returns:
-        ``[3]`` float64: count, Σ(x - shift), Σ(x - shift)². Not differentiable.
-
-    Example:
-        >>> x, mask = torch.tensor([1.0, 2.0, 9.0]), torch.tensor([True, True, False])
-        >>> moment_sums(x, mask).tolist()
-        [2.0, 3.0, 5.0]
-
-    Reference:
-        ``distributed_masked_mean`` of verl (``verl/utils/torch_functional.py``), which reduces
-        count and sum; here also the squares, in one message.
-    """
-    _check_counted("moment_sums", x, mask)
-    check_number("moment_sums", "shift", shift, finite=True)
-    return sums_of_moments(moments_of(x, mask, resolve_impl("moment_sums", impl, x.device)), shift)
-
-
 def whiten(
     x: torch.Tensor,
     mask: torch.Tensor,
     *,
-    sums: torch.Tensor | None = None,
-    shift: float = 0.0,
     center: bool = True,
     ddof: int = 1,
     eps: float = 0.0,
@@ -104,64 +38,62 @@ def whiten(
             NaN or infinity that counts makes all that count NaN. Squares of differences must be
             within the range of float64.
         mask: ``[entries]`` bool: True for entries that count.
-        sums: ``[3]`` float64 of `moment_sums`, added up over the ranks of a data-parallel run:
-            every rank then whitens by the moments of all. Default: those of ``x``.
-        shift: The ``shift`` of ``sums``. The relative error of the variance is then about
-            10⁻¹⁶ · (mean - shift)² / variance. A spread below 2⁻²³ of the distance from ``shift``
-            to the mean, the spacing of float32 there, counts as none.
         center: Whether the mean is subtracted; else it is added back after scaling.
         ddof: 1 for the unbiased variance, 0 for the mean of squares.
         eps: Added to the standard deviation, at least 0. verl adds 1e-8 to the variance instead:
             within 5e-9 of ``eps=0`` at a variance of 1, but it whitens a standard deviation of
             1e-4 to 0.7.
-        impl: As of `masked_moments`.
+        impl: ``"auto"`` uses Triton for CUDA tensors and torch for all others. A named
+            implementation that cannot run raises.
 
     Returns:
         ``[entries]`` float32, 0 where ``mask`` is False, computed in float64. Not differentiable.
 
     Raises:
         TypeError: If a dtype or a type is none of the above.
-        ValueError: If shapes or devices disagree, ``x`` requires a gradient, ``shift`` or
-            ``eps`` is not finite, ``eps`` is negative, or ``ddof`` is neither 0 nor 1.
+        ValueError: If shapes or devices disagree, ``x`` requires a gradient, ``eps`` is negative or
+            not finite, or ``ddof`` is neither 0 nor 1.
 
-    Cost: two launches, of which each reads ``x``; one up to 4,096 entries; with ``sums`` one, and
-    eight small operations. No copy of contiguous tensors that begin at a multiple of 16 bytes, no
-    host synchronisation.
+    Cost: two launches, of which each reads ``x``; one up to 4,096 entries. No copy of contiguous
+    tensors that begin at a multiple of 16 bytes, no host synchronisation.
 
     Example:
         >>> x, mask = torch.tensor([1.0, 2.0, 9.0, 3.0]), torch.tensor([True, True, False, True])
         >>> whiten(x, mask)
         tensor([-1.,  0.,  0.,  1.])
-        >>> from trajpack.kernels import moment_sums
-        >>> all_ranks = moment_sums(x, mask) * 2  # torch.distributed.all_reduce, of two alike
-        >>> whiten(x, mask, sums=all_ranks, ddof=0)
-        tensor([-1.2247,  0.0000,  0.0000,  1.2247])
 
     Reference:
         ``masked_whiten`` of verl (``verl/utils/torch_functional.py``), where ``center`` is
-        ``shift_mean``; moments as in `masked_moments`.
+        ``shift_mean``; moments by Chan, Golub and LeVeque, Updating formulae and a pairwise
+        algorithm for computing sample variances, 1979.
     """
-    _check_counted(OP, x, mask)
-    check_number(OP, "shift", shift, finite=True)
+    check_tensor(OP, "x", x, dtypes=(torch.float32, torch.float64), constant=True)
+    each: dict[str, Any] = {"device": x.device, "entries": x.shape[0], "per": "entry"}
+    check_tensor(OP, "mask", mask, dtypes=(torch.bool,), **each)
     check_number(OP, "eps", eps, least=0, finite=True)
     check_integer(OP, "ddof", ddof, most=1)
     if not isinstance(center, bool):
         raise TypeError(f"{OP}: center must be a bool, got {center!r}")
-    if sums is not None:
-        check_tensor(OP, "sums", sums, dtypes=(torch.float64,), device=x.device)
-        if sums.shape[0] != 3:
-            raise ValueError(f"{OP}: sums must have 3 entries, got shape {list(sums.shape)}")
     impl = resolve_impl(OP, impl, x.device)
-    given = None if sums is None else moments_of_sums(sums, shift)
-    return whiten_by(x, mask, given, ddof=ddof, eps=eps, center=center, impl=impl)[0]
+    return whiten_by(x, mask, None, ddof=ddof, eps=eps, center=center, impl=impl)[0]
 
 
 def moments_of(x: torch.Tensor, counts: torch.Tensor, impl: str) -> torch.Tensor:
-    """Return the `masked_moments` of entries that count as often as ``counts`` says.
+    """Return moments of entries that count as often as ``counts`` says: a mask or int32 numbers.
 
-    ``counts`` are a mask, or int32 numbers. Arguments are checked.
+    Each chunk of fixed size is centred on its own mean, and chunks are merged in a fixed order:
+    the relative error of the deviations is about 10⁻¹⁶ · mean / std, not of its square. Chunks
+    start at the first entry, so with Triton uncounted entries appended at the end change no bit.
+
+    Returns:
+        ``[5]`` float64: count, mean, Σ(x - mean)², min, max; of no entries 0, 0, 0, inf, -inf.
+        Where all are equal the third is exactly 0; where one is NaN, so are the last four.
+
+    Cost: one launch. No copy of contiguous tensors that begin at a multiple of 16 bytes.
     """
-    moments: torch.Tensor = call_op("masked_moments", x.contiguous(), counts.contiguous(), impl)
+    moments: torch.Tensor = torch.ops.trajpack.masked_moments(
+        x.contiguous(), counts.contiguous(), impl
+    )
     return moments
 
 
@@ -182,7 +114,7 @@ def whiten_by(
     Cost: one launch; with moments of their own another for more than 4,096 entries.
     """
     inputs = x.contiguous(), counts.contiguous(), given, ddof, float(eps), center, impl
-    whitened: tuple[torch.Tensor, torch.Tensor] = call_op("whiten", *inputs)
+    whitened: tuple[torch.Tensor, torch.Tensor] = torch.ops.trajpack.whiten(*inputs)
     return whitened
 
 
@@ -215,31 +147,23 @@ def whiten_reference(
     return torch.where(mask != 0, values if center else values + mean, 0.0).float()
 
 
-def sums_of_moments(moments: torch.Tensor, shift: float) -> torch.Tensor:
-    """Return the `moment_sums` of ``[5]`` moments."""
+def sums_of_moments(moments: torch.Tensor) -> torch.Tensor:
+    """Return count, Σx and Σx² of ``[5]`` moments: float64 ``[3]``, which ranks can add up."""
     count, mean, squares = moments[:3].unbind()
-    away = mean - shift if shift else mean
-    total = count * away
-    return torch.stack([count, total, torch.addcmul(squares, total, away)])
+    total = count * mean
+    return torch.stack([count, total, torch.addcmul(squares, total, mean)])
 
 
-def moments_of_sums(sums: torch.Tensor, shift: float) -> torch.Tensor:
-    """Return ``[5]`` moments; deviations within the sums' rounding are 0.
+def moments_of_sums(sums: torch.Tensor) -> torch.Tensor:
+    """Return ``[5]`` moments of `sums_of_moments`; deviations within the sums' rounding are 0.
 
     The extremes are not known: any two that differ stand for them.
     """
     count, first, second = sums.detach().unbind()
-    away = first / count.clamp(min=1)
-    squares = torch.addcmul(second, first, away, value=-1)
+    mean = first / count.clamp(min=1)
+    squares = torch.addcmul(second, first, mean, value=-1)
     squares = torch.where(squares <= second * NOISE, 0.0, squares)
-    mean = away + shift if shift else away
     return torch.stack([count, mean, squares, -count, count])
-
-
-def _check_counted(op: str, x: torch.Tensor, mask: torch.Tensor) -> None:
-    check_tensor(op, "x", x, dtypes=(torch.float32, torch.float64), constant=True)
-    each: dict[str, Any] = {"device": x.device, "entries": x.shape[0], "per": "entry"}
-    check_tensor(op, "mask", mask, dtypes=(torch.bool,), **each)
 
 
 def _run_moments(x: torch.Tensor, counts: torch.Tensor, impl: str) -> torch.Tensor:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from trajpack.kernels.block_shapes import block_shape
-from trajpack.kernels.launches import cdiv, launch_on, ways
+from trajpack.kernels.launches import cdiv, launch_on
 
 CHUNK = block_shape("whiten").block
 """The same on every architecture: it decides the order of the sums, as PARTS does."""
@@ -212,13 +212,13 @@ def whiten_forward(
     x, counts = aligned(x), aligned(counts)
     chunks = cdiv(x.shape[0], CHUNK)
     whitened = torch.empty(chunks * CHUNK, dtype=torch.float32, device=x.device)
-    for takes_own in ways(chunks == 1) if given is None and chunks else (False,):
-        known = None if takes_own else moments_forward(x, counts) if given is None else given
-        moments = x.new_empty(MOMENTS.value, dtype=torch.float64) if known is None else known
-        launch_on("whiten", x.get_device())(
-            whiten_kernel, 1 if takes_own else chunks, x, counts, known, moments, whitened,
-            x.shape[0], ddof, eps, int(center), CHUNK=CHUNK,
-        )  # fmt: skip
+    if given is None and chunks != 1:
+        given = moments_forward(x, counts)
+    moments = x.new_empty(MOMENTS.value, dtype=torch.float64) if given is None else given
+    launch_on("whiten", x.get_device())(
+        whiten_kernel, chunks, x, counts, given, moments, whitened, x.shape[0], ddof, eps,
+        int(center), CHUNK=CHUNK,
+    )  # fmt: skip
     return whitened[: x.shape[0]], moments
 
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from trajpack.kernels.corrections.penalties import estimate
-from trajpack.kernels.dispatch import Impl, call_op, register_op, resolve_impl
+from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
 from trajpack.kernels.scan.observations import PASSING
 from trajpack.kernels.scan.scan_inputs import Limits, Scan, check_scan_inputs, split_rate
 from trajpack.kernels.validation import check_boundaries, check_segments_within, values_to_check
@@ -139,7 +139,7 @@ def credit_scan(scan: Scan, op: str, impl: str) -> tuple[torch.Tensor, torch.Ten
     copy, no host synchronisation.
     """
     inputs = scan._replace(limits=list(scan.limits))
-    results: tuple[torch.Tensor, torch.Tensor] = call_op("credit_scan", *inputs, op, impl)
+    results: tuple[torch.Tensor, torch.Tensor] = torch.ops.trajpack.credit_scan(*inputs, op, impl)
     return results
 
 

@@ -44,7 +44,7 @@ import triton.language as tl
 
 from trajpack.kernels.block_shapes import block_shape
 from trajpack.kernels.corrections.penalties import KL_ESTIMATORS
-from trajpack.kernels.launches import Launch, cdiv, launch_on, ways
+from trajpack.kernels.launches import Launch, cdiv, launch_on
 from trajpack.kernels.scan.observations import OBSERVATIONS
 from trajpack.kernels.scan.scan_inputs import KINDS, Limits, Scan
 from trajpack.kernels.search_triton import find_segment, find_segments
@@ -832,17 +832,16 @@ def launch(scan: Scan, outputs: tuple[torch.Tensor, ...]) -> None:
         walks = cdiv(walks, LANES.value) * LANES.value
     fill_ids = None if scan.by_turn else scan.turn_ids
     tiles = 0 if fill_ids is None else cdiv(num_tokens, FILLED.value * BLOCK)
-    for has_rows in ways(min(positions, longest) > LONGEST_WALK):
-        windows, effects = 0, None
-        if has_rows:
-            windows = cdiv(positions, ROW)
-            numbers = windows * (5 if scan.kind == "vtrace" else 2)
-            effects = torch.empty(numbers, dtype=torch.float64, device=scan.cu_seqlens.device)
-            launch_kernel(effects_kernel, windows, effects=effects, **arguments)
-        launch_kernel(
-            scan_kernel, walks + windows + tiles, outputs=outputs, effects=effects,
-            fill_ids=fill_ids, share=share, num_windows=windows, num_tokens=num_tokens, **arguments,
-        )  # fmt: skip
+    windows, effects = 0, None
+    if min(positions, longest) > LONGEST_WALK:
+        windows = cdiv(positions, ROW)
+        numbers = windows * (5 if scan.kind == "vtrace" else 2)
+        effects = torch.empty(numbers, dtype=torch.float64, device=scan.cu_seqlens.device)
+        launch_kernel(effects_kernel, windows, effects=effects, **arguments)
+    launch_kernel(
+        scan_kernel, walks + windows + tiles, outputs=outputs, effects=effects, fill_ids=fill_ids,
+        share=share, num_windows=windows, num_tokens=num_tokens, **arguments,
+    )  # fmt: skip
 
 
 def _prepared(scan: Scan) -> tuple[Launch, dict[str, Any]]:

@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from trajpack.kernels.runs import MAX_TOKENS
 from trajpack.kernels.scan.observations import OBSERVATIONS
 from trajpack.kernels.validation import (
     check_choice,
     check_cu_seqlens,
+    check_integer,
     check_max_seqlen,
     check_tensor,
 )
@@ -125,6 +127,7 @@ def check_scan_inputs(op: str, scan: Scan) -> None:
     rewards: Any = scan.rewards
     cu_seqlens = scan.cu_seqlens
     check_tensor(op, "rewards", rewards, dtypes=FLOATS, constant=scan.kind == "vtrace")
+    check_integer(op, "number of entries", rewards.shape[0], most=MAX_TOKENS)
     each: dict[str, Any] = {"device": rewards.device, "entries": rewards.shape[0]}
     check_cu_seqlens(op, cu_seqlens, device=rewards.device)
     if rewards.shape[0] and cu_seqlens.shape[0] == 1:

@@ -21,9 +21,9 @@ def to_datum_kwargs(batch: PackedBatch, *, mask: bool = True) -> list[dict[str, 
     Cost: copies four tensors to the host (synchronises); the inputs are views of that.
 
     Example:
-        >>> from trajpack import DrGRPO, Trajectory, Turn, pack
+        >>> from trajpack import GroupEstimator, Trajectory, Turn, pack
         >>> batch = pack([Trajectory("a", [Turn([1, 2], [3, 4], [-0.5, -0.25])])])
-        >>> (datum,) = to_datum_kwargs(batch.with_advantages(DrGRPO()))
+        >>> (datum,) = to_datum_kwargs(batch.with_advantages(GroupEstimator("dr_grpo")))
         >>> datum["model_input"], datum["loss_fn_inputs"]["logprobs"]
         ([1, 2, 3], tensor([ 0.0000, -0.5000, -0.2500]))
     """

@@ -46,10 +46,10 @@ def to_training_microbatch(
     Cost: some launches over each row, no synchronisation.
 
     Example:
-        >>> from trajpack import DrGRPO, Trajectory, Turn, pack
+        >>> from trajpack import GroupEstimator, Trajectory, Turn, pack
         >>> turn = Turn([1, 2], [3], [-0.5])
         >>> batch = pack([Trajectory(name, [turn], group="g") for name in "ab"])
-        >>> to_training_microbatch(batch.with_advantages(DrGRPO()))["labels"]
+        >>> to_training_microbatch(batch.with_advantages(GroupEstimator("dr_grpo")))["labels"]
         tensor([[2, 3, 2, 3]])
     """
     op = "to_training_microbatch"

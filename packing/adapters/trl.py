@@ -69,9 +69,9 @@ def to_grpo_inputs(
     unless both are given; one more for ``"sequence"``.
 
     Example:
-        >>> from trajpack import DrGRPO, Trajectory, Turn, pack
+        >>> from trajpack import GroupEstimator, Trajectory, Turn, pack
         >>> turns = [Turn([1, 2], [3], [-0.5]), Turn([1, 2, 3, 4], [5, 6], [-0.1, -0.2])]
-        >>> batch = pack([Trajectory("a", turns)]).with_advantages(DrGRPO())
+        >>> batch = pack([Trajectory("a", turns)]).with_advantages(GroupEstimator("dr_grpo"))
         >>> inputs = to_grpo_inputs(batch, pad_token_id=0)
         >>> inputs["completion_ids"], inputs["tool_mask"]
         (tensor([[3, 4, 5, 6]]), tensor([[1, 0, 1, 1]]))

@@ -435,8 +435,8 @@ class PackedBatch(LabelMethods, LogprobMethods):
                 ``zlib.crc32(observation.encode())``. A negative number: no state.
             all_reduce: Function that sums a float64 ``[3]`` tensor over the data-parallel ranks in
                 place, such as ``torch.distributed.all_reduce``; called if the estimator whitens.
-                Without it each rank whitens its own batch. `GPG` raises, because its factor counts
-                one batch.
+                Without it each rank whitens its own batch. The recipe ``"gpg"`` raises, because its
+                factor counts one batch.
             impl: See `trajpack.kernels`.
 
         Raises:
@@ -502,7 +502,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
         then has rows of -1 at its end: `num_generated` stays. Call it after `with_advantages`.
 
         Args:
-            mask: bool ``[tokens]``, such as of `trajpack.kernels.staleness_mask`.
+            mask: bool ``[tokens]``, such as of tokens that are not too old.
 
         Raises:
             TypeError: If ``mask`` is not bool.
@@ -607,7 +607,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
             ranks is the ``denominator`` of each rank.
 
         Raises:
-            ValueError: As `loss_weights`; see also `trajpack.kernels.loss_denominator`.
+            ValueError: As `loss_weights`.
 
         Cost: up to 30 small operations. No copy, no synchronisation.
 
@@ -903,7 +903,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
             outputs: One tensor for each micro-batch, dummies included: ``[tokens of the
                 micro-batch, ...]``, of one dtype, with a row for each token, padding included:
                 values, or log-probabilities at the token's own index. Outputs for the next token
-                must be shifted first, see `trajpack.kernels.shift_tokens`.
+                must be shifted first.
             alignment: Alignment of the split.
             fill: Value of tokens in no micro-batch: dropped sequences and truncated tokens.
             impl: See `trajpack.kernels`.

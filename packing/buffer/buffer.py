@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from trajpack.kernels.dispatch import Impl, resolve_impl
-from trajpack.kernels.fields.build import FIELD_DTYPES, build_into, empty_memory, field_of
+from trajpack.kernels.fields.build import FIELD_DTYPES, expand_runs, field_of
 from trajpack.kernels.fields.gather_fields import gather_fields
 from trajpack.kernels.scan.credit_scan import credit_scan
 from trajpack.kernels.scan.scan_inputs import Scan
@@ -398,14 +398,10 @@ def write_batch(
     """
     returns = returns_of_turns(region, counts, impl)
     runs, tokens = region.table("runs", counts.spans + 1), counts.tokens
-    block = build_into(
-        empty_memory(tokens, words.device),
-        words,
-        runs,
-        turn_returns=returns,
-        num_tokens=tokens,
-        impl=impl,
-    )
+    if words.device.type == "cpu":  # the op would check the runs
+        block = expand_runs(words, runs, returns, tokens, impl)
+    else:
+        block = torch.ops.trajpack.build(words, runs, returns, tokens, impl)
     later = dict.fromkeys(FIELD_DTYPES, partial(field_of, block, tokens))
     extra = {}
     if fields:

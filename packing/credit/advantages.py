@@ -16,13 +16,11 @@ from trajpack.kernels.dispatch import Impl, resolve_impl
 from trajpack.kernels.groups.group_advantages import (
     MOST_COMPARED,
     Members,
-    Rule,
     advantages_of,
     members_of,
     number_pairs,
     order_by_state,
 )
-from trajpack.kernels.launches import ways
 from trajpack.kernels.reduce.whiten import (
     moments_of,
     moments_of_sums,
@@ -36,17 +34,9 @@ from trajpack.kernels.validation import check_tensor
 from trajpack.packing.conversion import shown
 from trajpack.packing.credit.estimators import (
     GAE,
-    GPG,
-    GRPO,
-    OPO,
-    RLOO,
-    DrGRPO,
     Estimator,
     GiGPO,
     GroupEstimator,
-    MaxRL,
-    PassAtK,
-    ReinforcePlusPlusBaseline,
     TokenEstimator,
     TurnGAE,
     TurnReturns,
@@ -68,18 +58,6 @@ METRICS = (
 )
 """Names of `PackedBatch.metrics` after `with_advantages`: statistics of the counted tokens'
 advantages before whitening. The first three of several batches can be merged, by Chan's formula."""
-RULES: dict[type[GroupEstimator], Rule] = {
-    GRPO: Rule("mean", "std", 1, 1e-6, "raw"),
-    DrGRPO: Rule("mean", "none", 1, 0.0, "raw"),
-    RLOO: Rule("leave_one_out", "none", 1, 0.0, "raw"),
-    OPO: Rule("length_weighted", "none", 1, 0.0, "raw"),
-    ReinforcePlusPlusBaseline: Rule("mean", "none", 1, 0.0, "raw"),
-    MaxRL: Rule("mean", "mean", 1, 1e-6, "zero"),
-    GPG: Rule("mean", "nonzero", 1, 0.0, "raw"),
-    PassAtK: Rule("second_best", "none", 1, 1e-6, "zero"),
-    GiGPO: Rule("mean", "std", 1, 1e-6, "zero"),
-}
-"""Rule of each estimator that compares trajectories; its fields of the same names replace it."""
 
 AllReduce = Callable[[torch.Tensor], object]
 Own: TypeAlias = torch.Tensor | Callable[..., torch.Tensor]
@@ -154,8 +132,10 @@ def with_advantages(
     elif isinstance(estimator, TokenEstimator):
         credit = _of_tokens(batch, estimator, inputs, chosen)
     elif isinstance(estimator, GroupEstimator):
-        if isinstance(estimator, GPG) and all_reduce is not None:
-            raise ValueError(f"{OP}: GPG takes no all_reduce: its factor counts this batch alone")
+        if estimator.rule.scale == "nonzero" and all_reduce is not None:
+            raise ValueError(
+                f"{OP}: {estimator.name} takes no all_reduce: its factor counts this batch alone"
+            )
         _warn_of_singletons(batch, estimator)
         credit = _of_groups(batch, estimator, inputs, chosen)
     else:
@@ -179,7 +159,7 @@ def _estimator_of(given: Any) -> Estimator:
     is_class = isinstance(given, type)
     if isinstance(given, torch.Tensor) or (callable(given) and not is_class):
         return OwnEstimator(given)
-    is_known = isinstance(given, (TokenEstimator, *RULES, TurnReturns))
+    is_known = isinstance(given, (TokenEstimator, GroupEstimator, TurnReturns))
     if is_known and type(given) is not TokenEstimator:
         return cast("Estimator", given)
     remedy = f"; make one: {given.__name__}()" if is_class else ""
@@ -325,11 +305,7 @@ def _of_groups(batch: PackedBatch, estimator: GroupEstimator, inputs: Inputs, im
     masks = estimator.truncated == "mask"
     members = _members(batch, impl, given=inputs.scores, clip=clip, masks=masks)
     valid = members.valid if masks else None
-    rule = next(RULES[kind] for kind in type(estimator).__mro__ if kind in RULES)
-    own = {name: getattr(estimator, name) for name in Rule._fields if hasattr(estimator, name)}
-    if isinstance(estimator, ReinforcePlusPlusBaseline):
-        own.pop("ddof")  # of the whitening
-    rule, order, num_groups = rule._replace(**own), batch.group_order, batch.num_groups
+    rule, order, num_groups = estimator.rule, batch.group_order, batch.num_groups
     known = getattr(batch, "longest", None)
     longest = None if known is None else int(known.group)
     by_group = Members(
@@ -339,9 +315,9 @@ def _of_groups(batch: PackedBatch, estimator: GroupEstimator, inputs: Inputs, im
         members.scores,
         by_group,
         rule,
-        lengths=members.lengths if isinstance(estimator, OPO) else None,
+        lengths=members.lengths if rule.baseline == "length_weighted" else None,
         valid=valid,
-        shares=members.shares if isinstance(estimator, GPG) else None,
+        shares=members.shares if rule.scale == "nonzero" else None,
         impl=impl,
     )
     returns, owners = _returns(batch, impl), order.owners
@@ -351,14 +327,13 @@ def _of_groups(batch: PackedBatch, estimator: GroupEstimator, inputs: Inputs, im
     assert inputs.state_ids is not None
     of_turns = None if valid is None else valid[owners]
     are_few = (longest or batch.num_turns) <= MOST_COMPARED
-    for compares in ways(are_few) if impl == "triton" else (False,):
-        if compares:
-            places = order_by_state(order.turns, order.cu_turns, inputs.state_ids)
-            by_state = Members(batch.group_ids, num_groups, *places, longest)
-        else:
-            pairs = number_pairs(batch.group_ids[owners], inputs.state_ids)
-            by_state = members_of(pairs, batch.num_turns, impl)
-        steps = advantages_of(batch.turn_returns, by_state, rule, valid=of_turns, impl=impl)
+    if impl == "triton" and are_few:
+        places = order_by_state(order.turns, order.cu_turns, inputs.state_ids)
+        by_state = Members(batch.group_ids, num_groups, *places, longest)
+    else:
+        pairs = number_pairs(batch.group_ids[owners], inputs.state_ids)
+        by_state = members_of(pairs, batch.num_turns, impl)
+    steps = advantages_of(batch.turn_returns, by_state, rule, valid=of_turns, impl=impl)
     counts = partial(_counts_of_turns, batch, of_turns)
     return Credit(
         values, counts, returns, are_shared=True, place=owners, steps=steps,
@@ -496,9 +471,9 @@ def _whitened(
         whitened, own = whiten_by(values, counts, None, ddof=whitening, impl=impl)
         return whitened, partial(_known, own)
     own = moments_of(values, counts, impl)
-    sums = sums_of_moments(own, 0.0)
+    sums = sums_of_moments(own)
     all_reduce(sums)
-    given = moments_of_sums(sums, 0.0)
+    given = moments_of_sums(sums)
     whitened, _ = whiten_by(values, counts, given, ddof=whitening, impl=impl)
     return whitened, partial(_known, own)
 

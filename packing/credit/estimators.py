@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
 from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from trajpack.kernels.corrections.penalties import KLEstimator
-from trajpack.kernels.groups.group_advantages import Singleton
+from trajpack.kernels.groups.group_advantages import (
+    Baseline,
+    Recipe,
+    Rule,
+    Scale,
+    Singleton,
+    rule_of,
+)
 from trajpack.kernels.scan.observations import Observation
 from trajpack.kernels.validation import check_choice, check_integer, check_number
 
@@ -37,7 +44,7 @@ def check_fields(owner: Any) -> None:
         value: Any = getattr(owner, name, None)
         if get_origin(hint) is Literal:
             check_choice(kind, name, value, get_args(hint))
-        elif value is None and hint == float | None:
+        elif value is None and type(None) in get_args(hint):
             continue
         elif name in NOT_NEGATIVE:
             check_number(kind, name, value, least=0, finite=True)
@@ -235,157 +242,78 @@ class TurnReturns(Estimator):
 
 @dataclass(frozen=True)
 class GroupEstimator(Estimator):
-    """Base class of estimators that compare the trajectories of a group.
+    """Comparison of the trajectories of a group by a recipe.
 
     A trajectory's score is the undiscounted sum of its turns' rewards; each of its generated tokens
     gets the trajectory's advantage. Its group is `Trajectory.group`, or itself without one. Where
     every group of a batch has one member, `PackedBatch.with_advantages` warns.
+
+    More options are those of `Estimator`.
+
+    Args:
+        recipe: As of `trajpack.kernels.group_advantages`, which explains each. With
+            ``"reinforce_plus_plus_baseline"`` advantages are whitened over the batch's tokens.
+        baseline: As of `trajpack.kernels.group_advantages`; that of the recipe if ``None``.
+        scale: As ``baseline``.
+        ddof: 0 or 1, subtracted from the number of scores that divides their variance, or from the
+            number of tokens by which ``"reinforce_plus_plus_baseline"`` whitens; 1 if ``None``.
+        eps: As ``baseline``.
+        singleton: As ``baseline``.
+
+    Example:
+        >>> GroupEstimator("max_rl", scale="signed_mean", singleton="raw").rule
+        Rule(baseline='mean', scale='signed_mean', ddof=1, eps=1e-06, singleton='raw')
     """
+
+    recipe: Recipe = "grpo"
+    _: KW_ONLY
+    baseline: Baseline | None = None
+    scale: Scale | None = None
+    ddof: int | None = None
+    eps: float | None = None
+    singleton: Singleton | None = None
+
+    def __post_init__(self) -> None:
+        rule_of(self.name, self.recipe, **self._changes)
+        super().__post_init__()
+
+    @property
+    def name(self) -> str:
+        """Name in error messages."""
+        kind = type(self).__name__
+        return f"{kind}({self.recipe!r})" if type(self) is GroupEstimator else kind
+
+    @property
+    def rule(self) -> Rule:
+        """The recipe's rule with the options that are not ``None``."""
+        return rule_of(self.name, self.recipe, **self._changes)
+
+    @property
+    def whitening(self) -> int | None:
+        """The ``ddof`` that advantages are whitened with, None where they are not."""
+        return self.rule.ddof if self.recipe == "reinforce_plus_plus_baseline" else None
+
+    @property
+    def _changes(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in Rule._fields}
 
 
 @dataclass(frozen=True)
 class GRPO(GroupEstimator):
-    """Score less the group's mean, divided by its standard deviation.
+    """Score less the group's mean, divided by its standard deviation: `GroupEstimator` so named.
 
-    More options are those of `Estimator`.
-
-    Args:
-        eps: Added to the standard deviation.
-        singleton: Advantage of a group of one: its score (``"raw"``), or 0 (``"zero"``).
-        baseline: The group's ``"mean"``, or that of the others (``"leave_one_out"``).
-        scale: Divisor: the group's ``"std"``, that of the others (``"leave_one_out_std"``, only
-            with ``baseline="leave_one_out"``), or the one about the baseline
-            (``"std_about_baseline"``); see `trajpack.kernels.group_advantages`.
-        ddof: 0 or 1, subtracted from the number of scores that divides their variance.
-
-    Reference:
-        `trajpack.kernels.grpo`. NeMo-RL's default is ``GRPO(singleton="zero",
-        baseline="leave_one_out", scale="leave_one_out_std")``; see ``docs/credit/systems.md`` for
-        those of other systems.
+    NeMo-RL's default is ``GRPO(singleton="zero", baseline="leave_one_out",
+    scale="leave_one_out_std")``; see ``docs/credit/systems.md`` for those of other systems.
     """
 
-    eps: float = 1e-6
-    singleton: Singleton = "raw"
-    _: KW_ONLY
-    baseline: Literal["mean", "leave_one_out"] = "mean"
-    scale: Literal["std", "leave_one_out_std", "std_about_baseline"] = "std"
-    ddof: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.scale == "leave_one_out_std" and self.baseline == "mean":
-            raise ValueError(
-                f"{self.name}: scale='leave_one_out_std' needs baseline='leave_one_out', got 'mean'"
-            )
-
-
-@dataclass(frozen=True)
-class DrGRPO(GroupEstimator):
-    """Score less the group's mean. Reference: `trajpack.kernels.dr_grpo`.
-
-    More options are those of `Estimator`.
-
-    Args:
-        singleton: Advantage of a group of one: its score (``"raw"``), or 0 (``"zero"``).
-    """
-
-    singleton: Singleton = "raw"
+    recipe: Recipe = field(default="grpo", init=False)
 
 
 @dataclass(frozen=True)
 class RLOO(GroupEstimator):
-    """Score less the mean of the others. Reference: `trajpack.kernels.rloo`.
+    """Score less the mean of the others: `GroupEstimator` with ``recipe="rloo"``."""
 
-    More options are those of `Estimator`.
-
-    Args:
-        singleton: Advantage of a group of one: its score (``"raw"``), or 0 (``"zero"``).
-    """
-
-    singleton: Singleton = "raw"
-
-
-@dataclass(frozen=True)
-class OPO(GroupEstimator):
-    """Score less the group's mean weighted by length. Reference: `trajpack.kernels.opo`.
-
-    More options are those of `Estimator`.
-
-    Args:
-        singleton: Advantage of a group of one: its score (``"raw"``), or 0 (``"zero"``).
-    """
-
-    singleton: Singleton = "raw"
-
-
-@dataclass(frozen=True)
-class ReinforcePlusPlusBaseline(GroupEstimator):
-    """Score less the group's mean, whitened over the batch's tokens.
-
-    Reference: `trajpack.kernels.reinforce_plus_plus_baseline`.
-
-    More options are those of `Estimator`.
-
-    Args:
-        singleton: Advantage of a group of one: its score (``"raw"``), or 0 (``"zero"``).
-        ddof: As of `TokenEstimator`.
-    """
-
-    singleton: Singleton = "raw"
-    _: KW_ONLY
-    ddof: int = 1
-
-    @property
-    def whitening(self) -> int:
-        """The ``ddof`` that advantages are whitened with."""
-        return self.ddof
-
-
-@dataclass(frozen=True)
-class MaxRL(GroupEstimator):
-    """Score less the group's mean, divided by that. Reference: `trajpack.kernels.max_rl`.
-
-    More options are those of `Estimator`.
-
-    Args:
-        singleton: Advantage of a group of one: its score (``"raw"``), or 0 (``"zero"``).
-        scale: Where the mean is negative, advantages are 0 (``"mean"``) or change their sign
-            (``"signed_mean"``).
-        eps: Added to the mean, for ``"signed_mean"`` alone.
-    """
-
-    singleton: Singleton = "zero"
-    _: KW_ONLY
-    scale: Literal["mean", "signed_mean"] = "mean"
-    eps: float = 1e-6
-
-
-@dataclass(frozen=True)
-class GPG(GroupEstimator):
-    """Score less the group's mean, scaled by those not scored 0. Reference: `trajpack.kernels.gpg`.
-
-    More options are those of `Estimator`.
-
-    Args:
-        singleton: Advantage of a group of one: its score (``"raw"``), or 0 (``"zero"``).
-    """
-
-    singleton: Singleton = "raw"
-
-
-@dataclass(frozen=True)
-class PassAtK(GroupEstimator):
-    """Best score less second best, for the best. Reference: `trajpack.kernels.grpo_pass_at_k`.
-
-    More options are those of `Estimator`.
-
-    Args:
-        scale: ``"std"`` divides by the group's standard deviation.
-        eps: Added to it.
-    """
-
-    scale: Literal["std", "none"] = "none"
-    eps: float = 1e-6
+    recipe: Recipe = field(default="rloo", init=False)
 
 
 @dataclass(frozen=True)
@@ -395,20 +323,23 @@ class GiGPO(GroupEstimator):
     Needs ``state_ids``. A turn's step score is its `PackedBatch.turn_returns`, compared with those
     of all turns from the same state in the same group.
 
-    More options are those of `Estimator`.
+    More options are those of `GroupEstimator`, of both comparisons.
 
     Args:
         step_weight: Factor of the turn's advantage.
         scale: Whether both advantages are divided by the standard deviation of their group.
-        eps: Added to it.
+        singleton: Advantage of a group of one, and of the only turn of a state.
 
     Reference:
-        `trajpack.kernels.step_advantages`.
+        Feng et al. 2025, Group-in-Group Policy Optimization, arXiv 2505.10978.
     """
 
+    recipe: Recipe = field(default="grpo", init=False)
     step_weight: float = 1.0
+    _: KW_ONLY
+    baseline: Literal["mean", "leave_one_out"] = "mean"
     scale: Literal["std", "none"] = "std"
-    eps: float = 1e-6
+    singleton: Singleton = "zero"
 
     def __post_init__(self) -> None:
         super().__post_init__()

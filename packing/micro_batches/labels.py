@@ -83,11 +83,12 @@ class LabelMethods:
     ) -> torch.Tensor:
         """Move values ``[tokens, ...]`` by one place within their sequences.
 
-        ``"left"`` brings the next token's value, ``"right"`` that of the token before;
-        see `trajpack.kernels.shift_tokens`.
+        ``"left"`` brings the next token's value, ``"right"`` that of the token before; where there
+        is none, the value is ``fill``.
 
         Raises:
-            TypeError, ValueError: As that; also if ``x`` is ``None``, as missing advantages are.
+            TypeError: If ``x`` is no tensor, or ``None`` as missing advantages are.
+            ValueError: If ``x`` has another number of tokens, or ``direction`` is neither.
 
         Cost: four small operations. No synchronisation.
         """
@@ -97,11 +98,12 @@ class LabelMethods:
     def drop(self, x: torch.Tensor, end: End) -> torch.Tensor:
         """Return values ``[tokens, ...]`` without that of each sequence's first or last token.
 
-        See `trajpack.kernels.drop_tokens`; boundaries are then those of
-        `trajpack.kernels.rearrange.shift.dropped_boundaries`.
+        So inputs without their last tokens and labels without their first ones have the same
+        length. Boundaries are then those of `trajpack.kernels.rearrange.shift.dropped_boundaries`.
 
         Raises:
-            TypeError, ValueError: As that; also if ``x`` is ``None``, as missing advantages are.
+            TypeError: If ``x`` is no tensor, or ``None`` as missing advantages are.
+            ValueError: If ``x`` has another number of tokens, or ``end`` is neither.
 
         Cost: a dozen small operations. No synchronisation.
         """

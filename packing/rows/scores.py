@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from trajpack.kernels.reduce.segment_reduce import segment_sum
+from trajpack.kernels.scan.segment_sum import segment_sum
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.rows.rows import prompt_lengths_of
 

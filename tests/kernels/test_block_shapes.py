@@ -43,7 +43,7 @@ def test_a_kernel_has_its_shape_on_architectures_without_one_of_their_own() -> N
     assert block_shape("whiten", "sm_999") == SHAPES["whiten"]
 
 
-@pytest.mark.parametrize("kernel", ["credit_scan", "wide_scan", "segment_reduce", "whiten"])
+@pytest.mark.parametrize("kernel", ["credit_scan", "wide_scan", "whiten"])
 def test_blocks_that_settle_the_order_of_sums_are_the_same_everywhere(kernel: str) -> None:
     shapes = [shape for name, shape in SHAPES.items() if name.startswith(kernel)]
     assert {shape.block for shape in shapes} == {SHAPES[kernel].block}

@@ -19,6 +19,8 @@ from trajpack.kernels.groups.group_advantages import (
     advantages_of,
     order_by_state,
 )
+from trajpack.kernels.rearrange.select_tokens import merge_tokens
+from trajpack.kernels.rearrange.shift import drop_tokens, shift_tokens
 from trajpack.kernels.runs import Run
 from trajpack.kernels.scan.credit_scan import credit_scan
 from trajpack.kernels.scan.scan_inputs import Scan
@@ -37,7 +39,6 @@ WRONG = {
 }
 OF_SEQUENCES = {
     "gae": lambda bounds: kernels.gae(ROWS, ROWS, bounds),
-    "td_lambda": lambda bounds: kernels.td_lambda(ROWS, ROWS, bounds),
     "turn_gae": lambda bounds: kernels.turn_gae(ROWS, ROWS, bounds, IDS),
     "vtrace": lambda bounds: kernels.vtrace(ROWS, ROWS, bounds, ROWS, ROWS),
     "discounted_returns": lambda bounds: kernels.discounted_returns(ROWS, bounds, 0.9),
@@ -46,8 +47,8 @@ OF_SEQUENCES = {
     ),
     "pad": lambda bounds: kernels.pad(ROWS, bounds, 9),
     "unpad": lambda bounds: kernels.unpad(torch.zeros(len(bounds) - 1, 9), bounds, TOKENS),
-    "shift_tokens": lambda bounds: kernels.shift_tokens(ROWS, bounds, "left"),
-    "drop_tokens": lambda bounds: kernels.drop_tokens(ROWS, bounds, "last", len(bounds) - 1),
+    "shift_tokens": lambda bounds: shift_tokens(ROWS, bounds, "left"),
+    "drop_tokens": lambda bounds: drop_tokens(ROWS, bounds, "last", len(bounds) - 1),
     "context_parallel_index": lambda bounds: kernels.context_parallel_index(bounds, TOKENS, 1, 0),
     "context_parallel_order": lambda bounds: kernels.context_parallel_order(bounds, TOKENS, 1),
 }
@@ -75,7 +76,7 @@ OF_TABLES = {
     "select_tokens": lambda bounds: kernels.select_tokens(
         [ROWS], table_of(bounds), TOKENS, [0], impl="triton"
     ),
-    "merge_tokens": lambda bounds: kernels.merge_tokens(
+    "merge_tokens": lambda bounds: merge_tokens(
         ROWS, table_of(bounds), table_of(bounds), TOKENS, impl="triton"
     ),
 }  # fmt: skip
@@ -132,7 +133,7 @@ def test_places_outside_of_the_stream_are_named(impl, change, match, checked):
 
 
 @pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
-@pytest.mark.parametrize("op", ["segment_sum", "segment_mean", "segment_max"])
+@pytest.mark.parametrize("op", ["segment_sum", "segment_mean"])
 def test_wrong_spans_are_named(op, spans, checked):
     with pytest.raises(ValueError, match=f"^{op}: segments must lie within 4 entries"):
         getattr(kernels, op)(ROWS, torch.tensor(spans, dtype=torch.int32))
@@ -336,3 +337,23 @@ def test_steps_that_wrap_around_are_refused():
     assert (bounds.diff() >= 0).all()
     with pytest.raises(ValueError, match="cu_seqlens must go from 0 to num_tokens 4"):
         kernels.gae(torch.zeros(4), torch.zeros(4), bounds)
+
+
+MANY, ENDS = torch.empty(2**31 + 1024, device="meta"), torch.zeros(2, dtype=torch.int32).to("meta")
+OF_MANY = {
+    "gae": lambda: kernels.gae(MANY, MANY, ENDS),
+    "turn_gae": lambda: kernels.turn_gae(MANY, MANY, ENDS, MANY.int()),
+    "vtrace": lambda: kernels.vtrace(MANY, MANY, ENDS, MANY, MANY),
+    "discounted_returns": lambda: kernels.discounted_returns(MANY, ENDS, 0.9),
+    "segment_sum": lambda: kernels.segment_sum(MANY, ENDS),
+    "segment_mean": lambda: kernels.segment_mean(MANY, ENDS),
+    "pad": lambda: kernels.pad(MANY, ENDS, 9),
+}
+
+
+@pytest.mark.parametrize("name", OF_MANY)
+def test_more_entries_than_boundaries_describe_are_refused(name):
+    with pytest.raises(
+        ValueError, match=r"number of \w+ must be in \[0, 21474\d+\], got 2147484672"
+    ):
+        OF_MANY[name]()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.conftest import builds
 from trajpack import PackedBatch, Trajectory, TrajectoryBuffer, Turn
-from trajpack.kernels.fields.build import TOKEN_BYTES
-from trajpack.kernels.runs import TILE
+from trajpack.kernels.runs import TILE, in_tiles
 from trajpack.packing.buffer import buffer as buffer_module
 
 LAYOUTS = ("merged", "turns")
@@ -55,49 +55,36 @@ def ops_of_pack(buffer: TrajectoryBuffer, layout: Any) -> Counter[str]:
     return recorded.counts
 
 
-@builds("90")
+def unexecuted(executor: Any, work: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
+    """Return what work returns, and the kernels that it launches, with their programs."""
+    executor.is_running = False
+    executor.launched.clear()
+    executor.programs.clear()
+    result = work()
+    return result, dict(zip(executor.launched, executor.programs, strict=True))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_pack_makes_two_launches_at_any_size(compiled: Any, layout: str) -> None:
-    cases = [case for case in compiled["launches"] if case["layout"] == layout]
-    assert {case["num_trajectories"] for case in cases} == {0, 1, 10, 16, 1000}
-    for case in cases:
-        kernels = [kernel for kernel, _ in case["launches"]]
-        expected = ["scan_kernel", "build_kernel"] if case["num_tokens"] else []
-        assert kernels == expected, case
-
-
-@builds("90")
-def test_grids_cover_the_batch_and_no_more(compiled: Any) -> None:
-    """Up to 32 trajectories of a few turns share a program of the scan: four blocks of 256."""
-    for case in compiled["launches"]:
-        if case["num_tokens"]:
-            tiles = -(-case["num_tokens"] // TILE)
-            walked = case["num_trajectories"]
-            width = -(-case["num_turns"] // walked) + 8
-            share = 1024 // width if width <= 128 else 1
-            assert [grid for _, grid in case["launches"]] == [
-                [-(-walked // min(share, 32)) if share > 1 else -(-walked // 32) * 32, 1, 1],
-                [tiles, 1, 1],
-            ], case
-
-
-@builds("90")
-def test_fields_are_allocated_in_whole_tiles_for_the_unmasked_stores(
-    compiled: Any,
+@pytest.mark.parametrize(
+    ("num_trajectories", "num_turns"), [(0, 0), (1, 1), (1, 17), (1, 400), (16, 1), (1000, 5)]
+)
+def test_a_pack_makes_two_launches_that_cover_it_at_any_size(
+    layout: Any, num_trajectories: int, num_turns: int, executor: Any
 ) -> None:
-    for case in compiled["launches"]:
-        if case["num_tokens"]:
-            tiles = -(-case["num_tokens"] // TILE)
-            assert case["field_bytes"] == [tiles * TILE * TOKEN_BYTES], case
-
-
-@builds("90")
-def test_ragged_sizes_share_the_compiled_variants(compiled: Any) -> None:
-    tokens = {case["num_tokens"] for case in compiled["launches"]}
-    assert len(tokens) > 12, "sizes that divide by 16 and sizes that do not"
-    assert [case["variants"] for case in compiled["launches"]] == [
-        2 if case["num_trajectories"] else 0 for case in compiled["launches"]
-    ]
+    """Up to 32 trajectories of a few turns share a program of the scan: four blocks of 256."""
+    turns = [Turn([1, 2] * (i + 1), [3], [-0.5]) for i in range(num_turns)]
+    buffer = TrajectoryBuffer(device="cpu")
+    buffer.extend(Trajectory(str(i), turns) for i in range(num_trajectories))
+    batch, launched = unexecuted(executor, lambda: buffer.pack(layout, impl="triton"))
+    width = num_turns + 8
+    share = min(1024 // width if width <= 128 else 1, 32)
+    walks = -(-num_trajectories // share)
+    expected = {
+        "scan_kernel": walks if share > 1 else -(-walks // 32) * 32,
+        "build_kernel": -(-batch.num_tokens // TILE),
+    }
+    assert launched == (expected if num_trajectories else {})
+    assert in_tiles(batch.num_tokens) % TILE == 0, "stores are not masked"
 
 
 @builds("90")

@@ -18,10 +18,9 @@ from tests.packing.credit.credit_oracle import steps_of
 from trajpack import (
     GAE,
     GRPO,
+    GroupEstimator,
     KLPenalty,
-    MaxRL,
     ReinforcePlusPlus,
-    ReinforcePlusPlusBaseline,
     Trajectory,
     Turn,
     pack,
@@ -134,7 +133,7 @@ def test_skyrls_maxrl_divides_by_a_mean_of_either_sign():
         return [(score - mean) / (mean + 1e-6) for score in scores]
 
     rule = {"scale": "signed_mean", "singleton": "raw"}
-    check_group(rule, loop, MaxRL(**rule))
+    check_group(rule, loop, GroupEstimator("max_rl", **rule))
 
 
 def test_prime_rls_maxrl_is_zero_where_the_mean_is_not_positive():
@@ -142,15 +141,18 @@ def test_prime_rls_maxrl_is_zero_where_the_mean_is_not_positive():
         mean = sum(scores) / len(scores)
         return [0.0 if mean <= 0 else (score - mean) / mean for score in scores]
 
-    check_group({"scale": "mean", "singleton": "zero"}, loop, MaxRL())
+    check_group({"scale": "mean", "singleton": "zero"}, loop, GroupEstimator("max_rl"))
 
 
 def test_nemo_rls_reinforce_plus_plus_with_a_baseline_is_as_the_pages_say():
-    named = re.compile(r"NeMo-RL[^`|]*`ReinforcePlusPlusBaseline\(([^`]*)\)`")
+    named = re.compile(
+        r"NeMo-RL[^`|]*`GroupEstimator\(\"reinforce_plus_plus_baseline\", ([^`]*)\)`"
+    )
     pages = [ROOT / "docs" / "credit" / name for name in ("systems.md", "groups.md")]
     (given,) = {argument for page in pages for argument in named.findall(page.read_text())}
-    estimator = ReinforcePlusPlusBaseline(
-        **{name: ast.literal_eval(of) for name, of in re.findall(r"(\w+)=([^,]+)", given)}
+    estimator = GroupEstimator(
+        "reinforce_plus_plus_baseline",
+        **{name: ast.literal_eval(of) for name, of in re.findall(r"(\w+)=([^,]+)", given)},
     )
     num_alone = 0
     for seed in range(NUM):

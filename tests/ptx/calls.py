@@ -13,10 +13,9 @@ from benchmarks.packing.resident_turns import on_device
 from benchmarks.workloads import lengths_a, lengths_b, lengths_c, single_turns
 from trajpack import (
     GAE,
-    GPG,
     GRPO,
     GiGPO,
-    ReinforcePlusPlusBaseline,
+    GroupEstimator,
     TokenField,
     TrajectoryBuffer,
     TreeBatch,
@@ -27,6 +26,7 @@ from trajpack import (
     pack_resident,
     pack_tree,
 )
+from trajpack.kernels.reduce.whiten import moments_of, whiten_by
 
 SMALL = {"A": lengths_a(1 / 256), "B": lengths_b(1 / 32), "C": lengths_c(1 / 256)}
 """Small copies of the workloads."""
@@ -110,11 +110,9 @@ def other_calls(given: Drawn) -> Iterator[tuple[str, Call]]:
     tree = small_tree(given)
     yield "values of a tree", lambda impl: values_of_tree(tree, impl)
     yield "vtrace", lambda impl: k.vtrace(*both, *policies, **RATES, loss_mask=mask, impl=impl)
-    known: dict[str, Any] = {"mask": mask, "max_seqlen": given.longest}
-    yield "segment_mean", lambda impl: k.segment_mean(rewards, bounds, **known, impl=impl)
-    yield "moment_sums", lambda impl: k.moment_sums(rewards, mask, impl=impl)
-    sums = k.moment_sums(rewards, mask, impl="torch")
-    yield "whiten, by sums", lambda impl: k.whiten(rewards, mask, sums=sums, impl=impl)
+    yield "moments", lambda impl: moments_of(rewards, mask, impl)
+    sums = moments_of(rewards, mask, "torch")
+    yield "whiten, by moments", lambda impl: whiten_by(rewards, mask, sums, ddof=1, impl=impl)[0]
     experts = TokenField("experts", torch.uint8, (3,), fill=255, generated_only=False)
     rows = (torch.arange(3 * given.tokens) % 251).to(torch.uint8).view(-1, 3).numpy()
     buffer = TrajectoryBuffer(device=given.device, fields=[experts])
@@ -135,11 +133,11 @@ def other_calls(given: Drawn) -> Iterator[tuple[str, Call]]:
         (TurnGAE(), beside),
         (VTrace(0.99), beside),
         (TurnReturns(whiten=True), {}),
-        (ReinforcePlusPlusBaseline(), {}),
-        (GPG(), {}),
+        (GroupEstimator("reinforce_plus_plus_baseline"), {}),
+        (GroupEstimator("gpg"), {}),
         (GiGPO(0.5), {"state_ids": states}),
     ):
-        yield type(estimator).__name__, credited(batch, estimator, inputs)
+        yield estimator.name, credited(batch, estimator, inputs)
     tis = k.Correction.tis(level="segment")
     yield (
         "importance weights of a batch",

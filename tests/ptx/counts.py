@@ -21,7 +21,7 @@ COUNTS = Path(__file__).with_name("counts.json")
 PAGE = ROOT / "docs" / "benchmarks" / "traffic.md"
 ARCH = 90
 ALSO = (
-    "vtrace", "segment_mean", "pack, with a field", "GAE", "GPG",
+    "vtrace", "pack, with a field", "GAE", "GroupEstimator('gpg')",
     "importance weights of a batch",
 )  # fmt: skip
 """Calls, beside the counted ones, whose kernels no counted call launches, or in other variants."""

@@ -77,6 +77,8 @@ class Executor:
         """Faults by kind, place and instruction, with the number of accesses."""
         self.launched: list[str] = []
         """Names of the kernels that were launched."""
+        self.programs: list[int] = []
+        """Number of programs of each launch that did nothing."""
         self.is_running = True
         """Whether launches are compiled and do anything."""
         self.rewrite: Callable[[str], str] = str
@@ -116,6 +118,7 @@ class Executor:
         *_, bind = kernel.device_caches[self.device]
         bind(*given, **{name: one for name, one in named.items() if name not in ("grid", "warmup")})
         self.launched.append(kernel.fn.__name__)
+        self.programs.append(named["grid"][0])
 
     def launch(self, source: Any, arguments: tuple[Any, ...]) -> None:
         *grid, _, compiled = arguments[:5]

@@ -154,8 +154,6 @@ BEHIND = {
 """Files that are reached through another alone, which asks for the package."""
 ELSEWHERE = {
     ("kernels/dispatch.py", "triton"): "an explicit impl, which says so itself",
-    ("kernels/compilation.py", "triton"): "imported only where it is installed",
-    ("kernels/launches.py", "triton"): "imported only where it is installed",
 }
 
 

@@ -19,7 +19,7 @@ from trajpack.commands.terminal import make_console, say, tell, writing
 from trajpack.packing.adapters import areal, prime_rl, slime, torchtitan
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.buffer.buffer import pack
-from trajpack.packing.credit.estimators import GRPO, RLOO, DrGRPO
+from trajpack.packing.credit.estimators import GroupEstimator
 from trajpack.packing.durable_files import replacing
 from trajpack.packing.files.storage import save
 
@@ -47,7 +47,6 @@ WRITTEN: Mapping[str, Iterable[str]] = {
     "torchtitan": [],
 }
 """Extra fields of a batch that a format has, by format."""
-ESTIMATORS = {"grpo": GRPO, "dr-grpo": DrGRPO, "rloo": RLOO}
 
 
 def convert_file(
@@ -78,7 +77,8 @@ def convert_file(
         _tell_left_out(f"not in samples of {target}", unwritten)
     try:
         if advantages is not None:
-            batch = batch.with_advantages(ESTIMATORS[advantages]())
+            recipe: Any = advantages.replace("-", "_")
+            batch = batch.with_advantages(GroupEstimator(recipe))
         written = batch if target == "trajpack" else WRITERS[target](batch)
     except ValueError as error:
         needed = "; name an estimator with --advantages" if "with_advantages" in str(error) else ""

@@ -11,11 +11,10 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import chain, islice
 from typing import Any
 
-import torch
 import triton
 from compile_launches import (
     Launches,
@@ -26,14 +25,10 @@ from compile_launches import (
 )
 from compile_machine_code import measure
 from compile_recorder import recording
-from compile_sizes import variants_of_sizes
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from trajpack import Trajectory, TrajectoryBuffer, Turn
-from trajpack.kernels.scan.credit_scan_triton import credit_scan_forward
-from trajpack.kernels.scan.scan_inputs import Scan
-from trajpack.packing.plan.plan import plan_micro_batches
+from trajpack import TrajectoryBuffer
 
 TARGETS = (GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64))
 
@@ -65,73 +60,6 @@ def far(kernel: Any) -> Any:
     source = ASTSource(kernel.src.fn, kernel.src.signature, kernel.src.constants, attributes)
     options = {name: getattr(kernel.metadata, name) for name in ("num_warps", "enable_fp_fusion")}
     return triton.compile(source, target=kernel.metadata.target, options=options)
-
-
-def ragged_trajectory(name: str, num_turns: int) -> Trajectory:
-    """Turns of 2 to 40 new tokens, each prompt the conversation so far."""
-    turns, seen = [], [1]
-    for index in range(num_turns):
-        new = (len(name) + index) * 7 % 20 + 1
-        turns.append(Turn([*seen, 2], [3] * new, [-0.5] * new))
-        seen = [*seen, 2, *[3] * new][-40:]  # forgets, so that chains break too
-    return Trajectory(name, turns)
-
-
-def measure_launches() -> Iterator[dict[str, Any]]:
-    with recording(GPUTarget("cuda", 90, 32), len(TARGETS)) as recorder:
-        cases = [(0, 0), (1, 5), (10, 5), (16, 1), (1000, 5)]
-        cases += [(1, num_turns) for num_turns in (1, 15, 16, 17, 400)]
-        for num_trajectories, num_turns in cases:
-            buffer = TrajectoryBuffer(device="cpu")
-            for index in range(num_trajectories):
-                buffer.add(ragged_trajectory("t" * (index + 1), num_turns))
-            for layout in ("merged", "turns"):
-                recorder.launches.clear()
-                batch = buffer.pack(layout=layout, impl="triton")
-                yield {
-                    "layout": layout,
-                    "num_trajectories": num_trajectories,
-                    "num_turns": num_turns * num_trajectories,
-                    "num_tokens": batch.num_tokens,
-                    "launches": [[done["kernel"], done["grid"]] for done in recorder.launches],
-                    "field_bytes": [
-                        done["arguments"]["memory"].nbytes
-                        for done in recorder.launches
-                        if "memory" in done["arguments"]
-                    ],
-                    "variants": len(recorder.variants()),
-                }
-
-
-def measure_returns() -> Iterator[dict[str, Any]]:
-    """Return what is launched for entries in segments under a bound, and with which options."""
-    with recording(GPUTarget("cuda", 90, 32), len(TARGETS) + 2) as recorder:
-        cu_seqlens = torch.zeros(4, dtype=torch.int32)
-        for entries, bound in ((4096, None), (8193, None), (8193, 4096), (8193, 4097), (0, None)):
-            recorder.launches.clear()
-            rewards = torch.zeros(entries)
-            scan = Scan(cu_seqlens, rewards, kind="returns", max_seqlen=bound)
-            credit_scan_forward(scan)
-            launches = [(done["kernel"], done["grid"][0]) for done in recorder.launches]
-            yield {"entries": entries, "max_seqlen": bound, "launches": launches}
-
-
-def measure_micro_batches() -> Iterator[dict[str, Any]]:
-    """Return what is launched for the micro-batches of a plan."""
-    buffer = TrajectoryBuffer(device="cpu")
-    for index in range(120):
-        buffer.add(ragged_trajectory("t" * (index + 1), 5))
-    batch = buffer.pack(layout="turns")
-    with recording(GPUTarget("cuda", 90, 32), len(TARGETS) + 3) as recorder:
-        for capacity in (100_000, 3000, -(-batch.num_tokens // 10)):
-            recorder.launches.clear()
-            plan = plan_micro_batches(batch.seqlens, capacity, algorithm="next_fit")
-            micro_batches = batch.split(plan, impl="triton")
-            yield {
-                "tokens": [micro_batch.num_tokens for micro_batch in micro_batches],
-                "launches": [[done["kernel"], done["grid"]] for done in recorder.launches],
-                "variants": len(recorder.variants()),
-            }
 
 
 def measure_launches_on_meta(launches_of_variants: Callable[..., Launches]) -> dict[str, Any]:
@@ -178,11 +106,7 @@ def main(variants: str, *targets: str) -> None:
         measured["variants"] += measure_variants(device, target, planned)
     if "90" in targets:
         measured |= {
-            "launches": list(measure_launches()),
-            "returns": list(measure_returns()),
-            "micro_batches": list(measure_micro_batches()),
             "launches_on_meta": measure_launches_on_meta(launches),
-            "sizes": variants_of_sizes(len(TARGETS) + 4),
         }
         if variants == "every":
             target = TARGETS[1]

@@ -34,7 +34,6 @@ from trajpack.kernels.logprobs.logit_statistics_triton import BLOCK, fold_forwar
 from trajpack.kernels.logprobs.pair_logits import Logits, Pairs
 from trajpack.kernels.rearrange.pad_triton import pad_forward, unpad_forward
 from trajpack.kernels.rearrange.select_tokens_triton import select_forward
-from trajpack.kernels.reduce.segment_reduce_triton import FEWEST_ENTRIES, segment_reduce_forward
 from trajpack.kernels.reduce.whiten_triton import moments_forward, whiten_forward
 from trajpack.kernels.scan.credit_scan_triton import LONGEST_WALK, launch
 from trajpack.kernels.scan.observations import OBSERVATIONS
@@ -64,7 +63,6 @@ DEMANDING = {
         "mean by std, valid, long",
     },
     "order_forward": {"int64"},
-    "segment_reduce_forward": {"mean of float32, masked", "mean of float32, masked, in chunks"},
     "moments_forward": {"float64", "float64, numbers"},
     "whiten_forward": {"float64", "float64, numbers, own"},
     "importance_weights_forward": {"float32", "float64, bounds"},
@@ -97,7 +95,6 @@ def launches_of_every_variant(device: str = "cpu") -> Launches:
     yield from launches_of_scans(cu_seqlens)
     yield from launches_of_spreads(cu_seqlens)
     yield from launches_of_groups(returns)
-    yield from launches_of_segments(cu_seqlens)
     yield from launches_of_whitening(returns)
     yield from launches_of_importance(cu_seqlens)
     yield from launches_of_loss_weights(cu_seqlens)
@@ -148,24 +145,6 @@ def launches_of_whitening(returns: torch.Tensor) -> Launches:
             yield f"{label}{suffix}", partial(moments_forward, x, counts)
             yield f"{label}{suffix}", partial(whiten_forward, x, counts, given, **options)
             yield f"{label}{suffix}, own", partial(whiten_forward, x, counts, None, **options)
-
-
-def launches_of_segments(cu_seqlens: torch.Tensor) -> Launches:
-    """Segment reductions by both regimes: every sum, mean and maximum that is made its own way."""
-    device = cu_seqlens.device
-    words, mask = (torch.zeros(n, dtype=torch.int64, device=device) for n in (9999, 2000))
-    f32, f64, i64 = torch.float32, torch.float64, torch.int64
-    rows = [("sum", f32, False), ("sum", f64, True), ("sum", torch.bool, False)]
-    rows += [("mean", f32, True), ("max", f32, True), ("max", i64, False)]
-    for reduction, dtype, has_mask in rows:
-        x = words.view(dtype)[: FEWEST_ENTRIES + 1]
-        counted = mask.view(torch.bool)[1 : len(x) + 1] if has_mask else None
-        label = f"{reduction} of {dtype}{', masked' * has_mask}".replace("torch.", "")
-        out = words.view(dtype if dtype in (f32, f64) else i64)[1:9]
-        launch = partial(segment_reduce_forward, x, cu_seqlens, counted, out, reduction=reduction)
-        yield label, partial(launch, max_seqlen=1)
-        if dtype == f32 and reduction != "max":
-            yield f"{label}, in chunks", partial(launch, max_seqlen=None)
 
 
 def launches_of_importance(cu_seqlens: torch.Tensor) -> Launches:

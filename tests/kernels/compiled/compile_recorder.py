@@ -30,10 +30,6 @@ from trajpack.kernels.groups.group_advantages_triton import (
 from trajpack.kernels.logprobs.logit_statistics_triton import fold_kernel, slope_kernel
 from trajpack.kernels.rearrange.pad_triton import pad_kernel, unpad_kernel
 from trajpack.kernels.rearrange.select_tokens_triton import select_tokens_kernel
-from trajpack.kernels.reduce.segment_reduce_triton import (
-    chunk_partials_kernel,
-    segment_reduce_kernel,
-)
 from trajpack.kernels.reduce.whiten_triton import moments_kernel, whiten_kernel
 from trajpack.kernels.scan.credit_scan_triton import effects_kernel, scan_kernel
 
@@ -47,8 +43,6 @@ KERNELS = (
     pad_kernel,
     unpad_kernel,
     scores_kernel,
-    segment_reduce_kernel,
-    chunk_partials_kernel,
     select_tokens_kernel,
     spread_kernel,
     moments_kernel,
@@ -94,14 +88,7 @@ def crowded_kernel(source, out, begin, BLOCK: tl.constexpr):
     tl.store(out + token, word)
 
 
-@triton.jit
-def sized_kernel(source, out, num_tokens: tl.int64, BLOCK: tl.constexpr):
-    """Planted: a variant for 1, one for multiples of 16 and one for all other sizes."""
-    token = tl.arange(0, BLOCK)
-    tl.store(out + token, tl.load(source + token, mask=token < num_tokens, other=0))
-
-
-PLANTED = (masked_kernel, hinted_kernel, shuffled_kernel, crowded_kernel, sized_kernel)
+PLANTED = (masked_kernel, hinted_kernel, shuffled_kernel, crowded_kernel)
 
 
 class Recorder:

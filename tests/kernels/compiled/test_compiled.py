@@ -37,8 +37,6 @@ KERNELS = {
     "scan_kernel": Bounds(20, 255, 256),  # eight blocks of 32 threads; two waves
     "group_advantages_kernel": Bounds(8, 128, 128),  # a block of 32 threads each
     "order_kernel": Bounds(2, 128, 128),  # a block of 32 threads for 32 members
-    "segment_reduce_kernel": Bounds(8, 56, 64),  # nine blocks of 128 threads; eight waves
-    "chunk_partials_kernel": Bounds(2, 40, 64),
     "moments_kernel": Bounds(4, 168, 240),  # a block of 256 threads requests 20 KB; two waves
     "whiten_kernel": Bounds(8, 168, 128),  # with moments of its own, of one block; else 80
     "sum_slots_kernel": Bounds(8, 96, 96),  # a warp, or 20 of them on an SM

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.kernels.compiled.test_compiled import MOST_SPILLED
-from tests.kernels.conftest import INSTALLED, TARGETS, VERSIONS, builds
+from tests.kernels.conftest import INSTALLED, TARGETS, VERSIONS
 from trajpack.kernels.block_shapes import DEFAULT, block_shape
 from trajpack.kernels.scan import credit_scan_triton
 
@@ -70,19 +70,6 @@ def test_every_kernel_reads(compiled: Any, kernel: str) -> None:
             assert loads[1] >= share, variant
         if "float64" in scan:
             assert loads[8] >= share, variant
-
-
-@builds("90")
-def test_returns_take_one_launch_where_no_segment_is_long(compiled: Any) -> None:
-    walk = [["scan_kernel", 32]]  # three segments, and programs without one
-    rows = [["effects_kernel", 9], ["scan_kernel", 41]]  # nine windows
-    assert {(c["entries"], c["max_seqlen"]): c["launches"] for c in compiled["returns"]} == {
-        (4096, None): walk,
-        (8193, None): rows,
-        (8193, 4096): walk,
-        (8193, 4097): rows,
-        (0, None): [],
-    }
 
 
 MOST_BYTES, MOST_SPILLS = MOST_SPILLED["scan_kernel"], 32

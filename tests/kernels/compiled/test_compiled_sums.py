@@ -9,7 +9,7 @@ import pytest
 
 from trajpack.kernels.block_shapes import DEFAULT, block_shape
 from trajpack.kernels.corrections import importance_weights_triton
-from trajpack.kernels.reduce import segment_reduce_triton, whiten_triton
+from trajpack.kernels.reduce import whiten_triton
 
 MOMENTS = 5
 
@@ -35,35 +35,6 @@ def test_a_member_is_stored_once_and_a_member_of_no_group_by_itself(compiled: An
 def test_the_warp_of_a_group_waits_for_no_other(compiled: Any) -> None:
     for variant in compiled.variants("group_advantages_kernel"):
         assert variant["barriers"] == 0 or "long" in variant["inputs"], variant
-
-
-# --- segments
-
-
-def test_a_row_leaves_one_result(compiled: Any) -> None:
-    for variant in compiled.variants("segment_reduce_kernel"):
-        width = 4 if "of float32" in variant["inputs"] else 8
-        assert variant["stores"] == {width: 1}, variant
-
-
-def test_a_chunk_leaves_one_sum_and_one_count_of_a_lane(compiled: Any) -> None:
-    for variant in compiled.variants("chunk_partials_kernel"):
-        assert variant["threads"] == segment_reduce_triton.ROWS * segment_reduce_triton.LANES
-        expected = {8: 1, 4: 1} if label_of(variant).startswith("mean") else {8: 1}
-        assert variant["stores"] == expected, variant
-
-
-def test_entries_are_loaded_once_and_several_are_in_flight(compiled: Any) -> None:
-    for variant in compiled.variants("segment_reduce_kernel"):
-        label, steps = label_of(variant), segment_reduce_triton.STEPS
-        if "in chunks" in label:  # loads partial results too
-            continue
-        width = 8 if "64" in label else 1 if "bool" in label else 4
-        expected = {width: steps}
-        expected[4] = expected.get(4, 0) + 2  # the segment's boundaries
-        if "masked" in label:
-            expected[1] = steps
-        assert variant["loads"] == expected, variant
 
 
 # --- moments and whitening

@@ -43,14 +43,14 @@ LAUNCHES = {
     "ReinforcePlusPlus": SCAN + WHITEN,
     "TurnReturns": ["spread_kernel"],
     "TurnReturns, whitened": ["whiten_kernel", "spread_kernel", "aten::diff"],
-    "ReinforcePlusPlusBaseline": [*GROUP[:2], "whiten_kernel", GROUP[2]],
-    "ReinforcePlusPlusBaseline by n": [*GROUP[:2], "whiten_kernel", GROUP[2]],
+    "reinforce_plus_plus_baseline": [*GROUP[:2], "whiten_kernel", GROUP[2]],
+    "reinforce_plus_plus_baseline by n": [*GROUP[:2], "whiten_kernel", GROUP[2]],
     "GAE, whitened by n": SCAN + WHITEN,
     "TurnReturns, whitened by n": ["whiten_kernel", "spread_kernel", "aten::diff"],
 }
 GROUPS = [
-    "GRPO", "GRPO, zero", "GRPO, others", "GRPO, about others", "DrGRPO", "RLOO", "OPO", "MaxRL",
-    "MaxRL, signed", "GPG", "PassAtK", "PassAtK, std",
+    "GRPO", "GRPO, zero", "GRPO, others", "GRPO, about others", "dr_grpo", "RLOO", "opo", "max_rl",
+    "max_rl, signed", "gpg", "pass_at_k", "pass_at_k, std",
 ]  # fmt: skip
 LAUNCHES |= dict.fromkeys(GROUPS, GROUP)
 LAUNCHES["GiGPO"] = [GROUP[0], GROUP[1], "order_kernel", *GROUP[1:]]

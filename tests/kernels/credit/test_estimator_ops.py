@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from tests.kernels.credit.token_loops import OBSERVATIONS, batch_of, small_blocks
-from tests.support.slow import slow_after
 from trajpack import kernels
 from trajpack.testing import assert_same_bits, boundaries
 
@@ -22,7 +21,6 @@ CU = boundaries([2, 1])
 RIGHT: dict[str, dict[str, Any]] = {
     "discounted_returns": {"discount": 0.5},
     "gae": {"values": THREE},
-    "td_lambda": {"values": THREE},
     "turn_gae": {"values": THREE, "turn_ids": torch.arange(3)},
     "vtrace": {"values": THREE, "logprobs": THREE, "rollout_logprobs": THREE},
 }
@@ -134,52 +132,6 @@ def inputs_of(name: str, masks: list[str]) -> dict[str, Any]:
     if name == "vtrace":
         inputs |= {"logprobs": batch.logprobs, "rollout_logprobs": batch.rollout_logprobs}
     return inputs | {"loss_mask": batch.loss_mask}
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("name", slow_after(2, RIGHT))
-def test_it_compiles_into_one_graph(name: str, dynamic: bool) -> None:
-    def total(inputs: dict[str, Any], bound: int) -> torch.Tensor:
-        rewards = inputs["rewards"] * 2
-        results = results_of(name, inputs | {"rewards": rewards, "max_seqlen": bound})
-        return torch.stack(results).square().sum()
-
-    compiled = torch.compile(total, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    for masks in (["g.g", ".gg."], ["g", "", "gg..g.gg"]):
-        eager, traced = (inputs_of(name, masks) for _ in range(2))
-        bound = len(eager["rewards"]) + 4
-        if name in DIFFERENTIABLE:
-            for inputs in (eager, traced):
-                inputs["rewards"].requires_grad_()
-        outputs = total(eager, bound), compiled(traced, bound)
-        assert_same_bits(outputs[1].detach(), outputs[0].detach())
-        if name in DIFFERENTIABLE:
-            for output in outputs:
-                output.backward()
-            assert_same_bits(traced["rewards"].grad, eager["rewards"].grad)
-
-
-@pytest.mark.parametrize("impl", ["auto", "torch", "triton"])
-@pytest.mark.parametrize("name", RIGHT)
-def test_shapes_alone_are_enough_on_the_meta_device(name: str, impl: str) -> None:
-    for masks in ([""], ["..gg", "g.g"]):
-        inputs = {
-            key: value.to("meta") if isinstance(value, torch.Tensor) else value
-            for key, value in inputs_of(name, masks).items()
-        }
-        num = len(inputs["rewards"])
-        if name in DIFFERENTIABLE:
-            inputs["rewards"] = inputs["rewards"].double().requires_grad_()
-        results = results_of(name, inputs | {"impl": impl})
-        for result in results:
-            assert (result.shape, result.dtype, result.device.type) == (
-                (num,),
-                torch.float32,
-                "meta",
-            )
-        if name in DIFFERENTIABLE:
-            (gradient,) = torch.autograd.grad(results[0].sum(), inputs["rewards"])
-            assert (gradient.shape, gradient.dtype) == ((num,), torch.float64)
 
 
 @pytest.mark.parametrize("observation", OBSERVATIONS)

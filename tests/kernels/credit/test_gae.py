@@ -1,4 +1,4 @@
-"""`gae` and `td_lambda` against loops, a dense matrix, a Jacobian and other systems."""
+"""`gae` against loops, a dense matrix, a Jacobian and other systems."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.kernels.credit.token_loops import (
     small_blocks,
 )
 from tests.support.slow import slow_after
-from trajpack.kernels.credit.gae import gae, td_lambda
+from trajpack.kernels.credit.gae import gae
 from trajpack.testing import assert_same_bits, boundaries
 
 ORACLE = Path(__file__).parents[4] / "shared" / "oracles" / "credit.json.gz"
@@ -218,16 +218,8 @@ def test_td_lambda_is_its_own_recurrence(impl: Any) -> None:
             following = value
             targets.append(target)
         exact += targets[::-1]
-    actual = td_lambda(batch.rewards, batch.values, batch.cu_seqlens, impl=impl, **batch.options())
+    _, actual = gae(batch.rewards, batch.values, batch.cu_seqlens, impl=impl, **batch.options())
     assert_rounds(actual, np.array(exact))
-
-
-@pytest.mark.parametrize("observation", OBSERVATIONS)
-def test_td_lambda_is_the_returns_of_gae(observation: Any) -> None:
-    batch = batch_of(MASKS)
-    options = batch.options() | {"observation": observation}
-    actual = td_lambda(batch.rewards, batch.values, batch.cu_seqlens, **options)
-    assert_same_bits(actual, estimated(batch, observation, "auto")[1])
 
 
 """The gradient of `gae` with respect to rewards, against the transpose of its Jacobian."""

@@ -98,15 +98,6 @@ def test_a_score_that_is_no_number_stays_one(impl: str) -> None:
         assert scores.isnan().tolist() == [True, False]
 
 
-@pytest.mark.parametrize("impl", ["torch", "triton"])
-@pytest.mark.parametrize("name", SCORED)
-def test_scores_read_no_value(name: str, impl: str) -> None:
-    on_meta = (tensor.to("meta") for tensor in scored_turns(SCORED[name]))
-    got = scores_of_trajectories(*on_meta, clip=1.0, impl=impl)
-    for tensor, dtype in zip(got[:3], (torch.float64, torch.int32, torch.bool), strict=True):
-        assert (tensor.shape[0], tensor.dtype) == (len(SCORED[name]), dtype)
-
-
 """From turns and trajectories to their tokens: by loops over turns."""
 
 
@@ -215,18 +206,6 @@ def test_a_token_is_written_once_and_its_turn_is_not_read(arch: int) -> None:
     assert report.launches == 1
     assert report.touched["load"] < 32 * (len(turns.runs) + 10)
     assert 0 <= report.touched["store"] / num - 4 < 0.2
-
-
-@pytest.mark.parametrize("impl", ["torch", "triton"])
-def test_no_value_is_read_from_the_device(impl: str) -> None:
-    turns, owners, spans = turns_of(SIZES["many"])
-    turns = Turns(*(tensor.to("meta") for tensor in turns))
-    rows = torch.ones(6, device="meta")
-    found, _ = spread(turns, rows, index=owners.to("meta"), impl=impl)
-    assert found.shape == turns.turn_ids.shape
-    table = torch.ones_like(found)
-    first = spans[:, 0].to("meta")
-    assert spread(turns, table, index=first, others=table, impl=impl)[1].shape == found.shape
 
 
 def test_the_ops_are_registered_right(impl: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -228,14 +227,11 @@ def test_it_compiles_into_one_graph(dynamic: bool) -> None:
         assert_same_fields(compiled(*inputs), fields(*inputs))
 
 
-@pytest.mark.parametrize("impl", ["auto", "torch", "triton"])
-def test_shapes_alone_are_enough_on_the_meta_device(impl: Any) -> None:
+def test_the_reference_reads_no_value() -> None:
     words, runs, returns, _ = random_build_inputs(np.random.default_rng(0), [3, 4])
-    fields = build(words.to("meta"), runs.to("meta"), returns.to("meta"), 7, impl)
-    referred = build_reference(words.to("meta"), runs.to("meta"), returns.to("meta"), 7)
-    for found in (fields, referred):
-        assert {name: field.dtype for name, field in found._asdict().items()} == FIELD_DTYPES
-        assert {(field.shape, field.device.type) for field in found} == {((7,), "meta")}
+    fields = build_reference(words.to("meta"), runs.to("meta"), returns.to("meta"), 7)
+    assert {name: field.dtype for name, field in fields._asdict().items()} == FIELD_DTYPES
+    assert {(field.shape, field.device.type) for field in fields} == {((7,), "meta")}
 
 
 W, R, T, N = random_build_inputs(np.random.default_rng(0), [3, 4])

@@ -113,14 +113,6 @@ def test_the_reference_equals_a_loop_over_tokens_bit_for_bit(lengths):
         assert_same_bits(as_rows(units, num_tokens, field.dtype, field.shape), rows)
 
 
-def test_shapes_alone_are_enough_on_the_meta_device():
-    words, runs, sources, num_tokens = random_inputs([3, 4])
-    on_meta = [tensor.to("meta") for tensor in (words, runs, sources)]
-    for impl in ("auto", "torch", "triton"):
-        gathered = gather_fields(*on_meta, FIELDS, num_tokens, impl)
-        assert [(t.dtype, t.shape[1:]) for t in gathered] == [(f.dtype, f.shape) for f in FIELDS]
-
-
 def test_the_operator_is_registered_right(impl):
     words, runs, sources, num_tokens = random_inputs([3, 4])
     layouts, masks = [1, 1, 0, 1, 8, 5, 4, 4, -1], [True, False, True]

@@ -493,12 +493,10 @@ def test_other_kinds_of_gradients_are_refused() -> None:
     def call(hidden: torch.Tensor) -> torch.Tensor:
         return token_logprobs(hidden, *rest).sum()
 
-    for transform in (
-        lambda: torch.func.jvp(call, (given,), (given,)),
-        lambda: torch.func.grad(call)(given),
-    ):
-        with pytest.raises(RuntimeError, match="token_logprobs: has gradients in reverse mode"):
-            transform()
+    with pytest.raises(RuntimeError, match="token_logprobs: has gradients in reverse mode"):
+        torch.func.jvp(call, (given,), (given,))
+    with pytest.raises(RuntimeError, match="functorch"):  # torch's own words
+        torch.func.grad(call)(given)
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match="not in forward mode"):
         call(forward_ad.make_dual(given, given))
     (grad,) = torch.autograd.grad(call(case.hidden), case.hidden, create_graph=True)

@@ -331,31 +331,6 @@ def test_the_operators_are_registered_right(impl: Any, dtype: torch.dtype) -> No
     torch.library.opcheck(ops.unpad.default, (leaves[1], ends, 5, "left", impl))
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_they_compile_into_one_graph(dynamic: bool) -> None:
-    def loss(packed: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int) -> torch.Tensor:
-        padded = pad(packed * 2, cu_seqlens, max_seqlen, side="left")
-        return unpad(padded.cumsum(1), cu_seqlens, packed.shape[0], side="left").square().sum()
-
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    for lengths in ([3, 4], [1, 0, 8]):
-        eager, traced = (torch.arange(sum(lengths) + 0.0).requires_grad_() for _ in range(2))
-        arguments = boundaries(lengths), max(lengths)
-        loss(eager, *arguments).backward()
-        compiled(traced, *arguments).backward()
-        assert_same_bits(traced.grad, eager.grad)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("impl", ["auto", "torch", "triton"])
-def test_shapes_alone_are_enough_on_the_meta_device(impl: Any) -> None:
-    ends = torch.empty(4, device="meta", dtype=torch.int32)
-    packed = torch.empty(7, 2, device="meta", dtype=torch.bfloat16)
-    padded = pad(packed, ends, 5, value=1.5, impl=impl)
-    assert (padded.shape, padded.dtype, padded.device.type) == ((3, 5, 2), packed.dtype, "meta")
-    back = unpad(padded, ends, 7, impl=impl)
-    assert (back.shape, back.dtype, back.device.type) == (packed.shape, packed.dtype, "meta")
-
-
 def test_the_reference_reads_no_value() -> None:
     places = torch.empty(3, device="meta", dtype=torch.int64)
     assert moved(torch.empty(7, 2, device="meta"), places, places, places, 15, 0).shape == (15, 2)

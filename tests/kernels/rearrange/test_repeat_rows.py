@@ -4,8 +4,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from trajpack.kernels import repeat_rows
-from trajpack.kernels.rearrange.repeat_rows import sum_rows
+from trajpack.kernels.rearrange.repeat_rows import repeat_rows, sum_rows
 from trajpack.testing import assert_same_bits
 
 OPS = torch.ops.trajpack

@@ -157,18 +157,6 @@ def test_a_segment_that_leaves_the_source_reads_nothing_outside(monkeypatch):
     assert rows.tolist() == [-1, -1, 0, 1]
 
 
-def test_shapes_alone_are_enough_on_the_meta_device():
-    sources, fills = random_sources(np.random.default_rng(0), 9)
-    sources = [source.to("meta") for source in sources]
-    table = torch.empty(3, 4, dtype=torch.int32, device="meta")
-    for impl in ("auto", "torch", "triton"):
-        selected = select_tokens(sources, table, 7, fills, impl=impl)
-        assert [(r.dtype, r.shape) for r in selected.rows] == [
-            (s.dtype, (7, *s.shape[1:])) for s in sources
-        ]
-        assert selected.position_ids.shape == selected.segment_ids.shape == (7,)
-
-
 def test_the_operators_are_registered_right(impl):
     table, inverse = a_permutation()
     operator = torch.ops.trajpack.select_tokens.default

@@ -17,7 +17,7 @@ from tests.packing.adapters.cases import (
     told_of,
 )
 from trajpack import TokenField, Trajectory, Turn, pack
-from trajpack.kernels import grpo
+from trajpack.kernels import group_advantages
 from trajpack.packing.adapters.slime import from_samples, to_samples, to_train_data
 from trajpack.testing import assert_same_bits, trajectory_lists
 
@@ -88,7 +88,7 @@ def test_train_data_is_a_list_for_each_key():
 
 def test_rewards_compared_in_groups_go_beside_the_raw_ones():
     batch = plain_batch()
-    compared = grpo(torch.tensor([3.0, 1.0, 6.0]), batch.group_ids, num_groups=2)
+    compared = group_advantages(torch.tensor([3.0, 1.0, 6.0]), batch.group_ids, num_groups=2)
     found = to_train_data(batch, rewards=compared)
     assert found["rewards"] == compared.tolist()
     assert found["raw_reward"] == [3.0, 1.0, 6.0]

@@ -17,7 +17,7 @@ from tests.packing.adapters.cases import (
     some_batch,
     some_trajectories,
 )
-from trajpack import DrGRPO, Trajectory, Turn, pack, plan_micro_batches
+from trajpack import GroupEstimator, Trajectory, Turn, pack, plan_micro_batches
 from trajpack.agent import build_tiny_model
 from trajpack.packing.adapters.trl import (
     to_async_row,
@@ -206,7 +206,7 @@ def test_samples_with_a_common_prefix_have_equal_terms_folded_or_not(trl):
     """The collator folds the prompt; which token predicts what, and its worth, stay the same."""
     turns = [Turn([1, 2], [3, 4], [-0.5, -0.25]), Turn([1, 2], [3, 5], [-0.5, -0.75], reward=1.0)]
     batch = pack([Trajectory(str(n), [turn], "g") for n, turn in enumerate(turns)], device="cpu")
-    batch = batch.with_advantages(DrGRPO())
+    batch = batch.with_advantages(GroupEstimator("dr_grpo"))
     ours, theirs = to_async_row(batch), collate(trl, [to_async_samples(batch)])
     assert theirs["input_ids"].shape[1] < ours["input_ids"].shape[1]
     terms = []

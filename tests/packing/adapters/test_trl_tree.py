@@ -11,7 +11,7 @@ from tests.packing.adapters.cases import clipped_loss, packed_logprobs
 from tests.packing.adapters.test_trl import async_loss, collate
 from tests.packing.tree.test_tree_models import branching
 from tests.packing.tree.tree_oracle import paths_of
-from trajpack import GRPO, Alignment, DrGRPO, Trajectory, Turn, pack, pack_tree
+from trajpack import GRPO, Alignment, GroupEstimator, Trajectory, Turn, pack, pack_tree
 from trajpack.agent import build_tiny_model
 from trajpack.packing.adapters.trl import to_async_row, to_async_samples, to_tree_kwargs
 from trajpack.testing import assert_same_bits, trajectory_lists
@@ -19,14 +19,14 @@ from trajpack.testing import assert_same_bits, trajectory_lists
 
 def labelled(trajectories, estimator=None):
     tree = pack_tree(trajectories, boundary="duplicate")
-    return tree.with_advantages(estimator or DrGRPO())
+    return tree.with_advantages(estimator or GroupEstimator("dr_grpo"))
 
 
 @given(trajectories=trajectory_lists())
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_row_equals_that_of_trls_own_class(trl, trajectories):
     assume(trajectories)
-    samples = to_async_samples(pack(trajectories).with_advantages(DrGRPO()))
+    samples = to_async_samples(pack(trajectories).with_advantages(GroupEstimator("dr_grpo")))
     samples.sort(key=lambda sample: sample["input_ids"].tolist())
     ours, theirs = to_async_row(labelled(trajectories)), collate(trl, [samples])
     assert set(ours) == set(theirs)
@@ -38,7 +38,7 @@ def test_the_row_equals_that_of_trls_own_class(trl, trajectories):
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_row_of_a_micro_batch_equals_that_of_trls_own_class(trl, trajectories):
     assume(trajectories)
-    batch = pack(trajectories).with_advantages(DrGRPO())
+    batch = pack(trajectories).with_advantages(GroupEstimator("dr_grpo"))
     samples, tree = to_async_samples(batch), labelled(trajectories)
     for one in tree.micro_batches(tree.plan_micro_batches(batch.max_seqlen + 3)):
         chosen = [samples[chain] for chain in one.chains.trie.order]
@@ -162,7 +162,7 @@ def test_other_trees_are_refused():
     with pytest.raises(ValueError, match="the batch has no advantages"):
         to_async_row(pack_tree(one, boundary="duplicate"))
     with pytest.raises(ValueError, match="boundary='duplicate'\\), got 'shared'"):
-        to_async_row(pack_tree(one).with_advantages(DrGRPO()))
+        to_async_row(pack_tree(one).with_advantages(GroupEstimator("dr_grpo")))
     with pytest.raises(ValueError, match="to_tree_kwargs: the tree must have nodes"):
         to_async_row(labelled([]))
     with pytest.raises(

@@ -15,7 +15,7 @@ from trajpack.kernels.scan import credit_scan_triton
 from trajpack.kernels.scan.observations import Observation
 from trajpack.packing import PackedBatch
 from trajpack.packing.credit import estimators
-from trajpack.packing.credit.estimators import KLPenalty
+from trajpack.packing.credit.estimators import GroupEstimator, KLPenalty
 
 LAYOUTS: tuple[Any, ...] = ("merged", "turns")
 OBSERVATIONS: tuple[Observation, ...] = get_args(Observation)
@@ -36,25 +36,25 @@ EVERY: dict[str, Any] = {
     "TurnReturns, whitened": estimators.TurnReturns(whiten=True),
     "TurnReturns, whitened by n": estimators.TurnReturns(whiten=True, ddof=0),
     "GRPO": estimators.GRPO(),
-    "GRPO, zero": estimators.GRPO(0.1, "zero"),
+    "GRPO, zero": estimators.GRPO(eps=0.1, singleton="zero"),
     "GRPO, others": estimators.GRPO(
         singleton="zero", baseline="leave_one_out", scale="leave_one_out_std"
     ),
     "GRPO, about others": estimators.GRPO(
-        0.1, baseline="leave_one_out", scale="std_about_baseline", ddof=0
+        eps=0.1, baseline="leave_one_out", scale="std_about_baseline", ddof=0
     ),
-    "DrGRPO": estimators.DrGRPO(),
+    "dr_grpo": GroupEstimator("dr_grpo"),
     "RLOO": estimators.RLOO(),
-    "OPO": estimators.OPO(),
-    "ReinforcePlusPlusBaseline": estimators.ReinforcePlusPlusBaseline(),
-    "ReinforcePlusPlusBaseline by n": estimators.ReinforcePlusPlusBaseline(ddof=0),
-    "MaxRL": estimators.MaxRL(),
-    "MaxRL, signed": estimators.MaxRL("raw", scale="signed_mean", eps=0.01),
-    "GPG": estimators.GPG(),
-    "PassAtK": estimators.PassAtK(),
-    "PassAtK, std": estimators.PassAtK("std"),
+    "opo": GroupEstimator("opo"),
+    "reinforce_plus_plus_baseline": GroupEstimator("reinforce_plus_plus_baseline"),
+    "reinforce_plus_plus_baseline by n": GroupEstimator("reinforce_plus_plus_baseline", ddof=0),
+    "max_rl": GroupEstimator("max_rl"),
+    "max_rl, signed": GroupEstimator("max_rl", singleton="raw", scale="signed_mean", eps=0.01),
+    "gpg": GroupEstimator("gpg"),
+    "pass_at_k": GroupEstimator("pass_at_k"),
+    "pass_at_k, std": GroupEstimator("pass_at_k", scale="std"),
     "GiGPO": estimators.GiGPO(0.5),
-    "GiGPO, none": estimators.GiGPO(0.5, "none"),
+    "GiGPO, none": estimators.GiGPO(0.5, scale="none"),
 }
 """Every estimator, in every form that is computed its own way."""
 KL = {kind: KLPenalty(0.1, kind, 0.6) for kind in ("k1", "k2", "k3")}

@@ -164,16 +164,17 @@ def valid_of(trajectories: Sequence[Trajectory], estimator: Any) -> np.ndarray:
     return np.array([not (drops and t.turns[-1].truncated) for t in trajectories], bool)
 
 
-RULES: dict[type, dict[str, Any]] = {
-    estimators.DrGRPO: {"scale": "none"},
-    estimators.RLOO: {"baseline": "leave_one_out", "scale": "none"},
-    estimators.OPO: {"baseline": "length_weighted", "scale": "none"},
-    estimators.ReinforcePlusPlusBaseline: {"scale": "none"},
-    estimators.GPG: {"scale": "nonzero"},
-    estimators.PassAtK: {"baseline": "second_best", "singleton": "zero"},
-    estimators.GiGPO: {"singleton": "zero"},
+RULES: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "dr_grpo": {"scale": "none"},
+    "rloo": {"baseline": "leave_one_out", "scale": "none"},
+    "opo": {"baseline": "length_weighted", "scale": "none"},
+    "reinforce_plus_plus_baseline": {"scale": "none"},
+    "max_rl": {"scale": "mean", "singleton": "zero"},
+    "gpg": {"scale": "nonzero"},
+    "pass_at_k": {"baseline": "second_best", "scale": "none", "singleton": "zero"},
 }
-"""Formulas of estimators, where their own fields do not name them."""
+"""Formulas of recipes."""
 
 
 def numbered(keys: Sequence[Any]) -> np.ndarray:
@@ -190,9 +191,9 @@ def of_groups(
     summed = [sum(turn.reward for turn in t.turns) for t in trajectories]
     scores = given.scores if with_scores else summed
     names = ["baseline", "scale", "eps", "singleton"]
-    names += ["ddof"] * isinstance(estimator, estimators.GRPO)
-    own = {name: getattr(estimator, name) for name in names if hasattr(estimator, name)}
-    rule = RULES.get(type(estimator), {}) | own
+    names += ["ddof"] * (estimator.whitening is None)
+    own = {name: getattr(estimator, name) for name in names}
+    rule = RULES[estimator.recipe] | {n: value for n, value in own.items() if value is not None}
     valid = valid_of(trajectories, estimator)
     episodes = by_loop(
         np.array([clipped(score, estimator.reward_clip) for score in scores]),
@@ -258,7 +259,7 @@ def check(
     assert credited.metrics is not None
     np.testing.assert_allclose(credited.metrics, measured, 1e-4, 1e-5)
     if is_whitened(estimator):
-        advantages = whitened(advantages, counts, estimator.ddof)
+        advantages = whitened(advantages, counts, estimator.whitening)
     for name, numbers in (("advantages", advantages), ("returns", returns)):
         rows = getattr(credited, name)
         assert rows.dtype == torch.float32

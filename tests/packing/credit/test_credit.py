@@ -16,9 +16,9 @@ from tests.packing.credit.credit_oracle import check
 from tests.support.slow import slow, slow_after
 from trajpack import (
     GAE,
-    GPG,
     GRPO,
     GiGPO,
+    GroupEstimator,
     KLPenalty,
     Trajectory,
     Turn,
@@ -38,8 +38,8 @@ IN_KERNELS = [
 ]
 TOKENS = {name: EVERY[name] for name in ("GAE", "GAE, ignore", "TurnGAE", "VTrace, carry")}
 TOKENS |= {"ReinforcePlusPlus": EVERY["ReinforcePlusPlus"]}
-GROUPS = {name: EVERY[name] for name in ("GRPO", "OPO", "GPG", "PassAtK, std", "GiGPO")}
-GROUPS |= {"ReinforcePlusPlusBaseline": EVERY["ReinforcePlusPlusBaseline"]}
+OF_GROUPS = "GRPO", "opo", "gpg", "pass_at_k, std", "GiGPO", "reinforce_plus_plus_baseline"
+GROUPS = {name: EVERY[name] for name in OF_GROUPS}
 OF_ALL_KINDS = {*TOKENS, *GROUPS, "TurnReturns, whitened"}
 MASK, BOOTSTRAP, CLIP = {"truncated": "mask"}, {"truncated": "bootstrap"}, {"reward_clip": 0.75}
 IN_KERNELS_TOO = [
@@ -163,11 +163,13 @@ def test_step_groups_need_the_same_task_and_a_state():
     other = Trajectory("3", [Turn([1], [2], [0], 9.0)])
     batch = pack([one, two, other], "turns", device="cpu")
     steps = (
-        batch.with_advantages(GiGPO(1.0, "none"), state_ids=torch.tensor([7, -1, 7, 7])).advantages
-        - batch.with_advantages(GiGPO(0.0, "none"), state_ids=torch.zeros(4).int()).advantages
+        batch.with_advantages(
+            GiGPO(1.0, scale="none"), state_ids=torch.tensor([7, -1, 7, 7])
+        ).advantages
+        - batch.with_advantages(GiGPO(0.0, scale="none"), state_ids=torch.zeros(4).int()).advantages
     )
     assert steps[batch.turn_spans[:, 0].long()].tolist() == [0.0, 0.0, 0.0, 0.0]
-    apart = batch.with_advantages(GiGPO(1.0, "none"), state_ids=torch.tensor([-1, 7, 7, 7]))
+    apart = batch.with_advantages(GiGPO(1.0, scale="none"), state_ids=torch.tensor([-1, 7, 7, 7]))
     assert apart.advantages[batch.turn_spans[:, 0].long()].tolist() == [0.0, -0.5, 0.5, 0.0]
 
 
@@ -262,5 +264,8 @@ def test_masked_trajectories_keep_their_returns():
 
 def test_gpg_refuses_all_reduce():
     batch = pack(some_trajectories(6), device="cpu")
-    with pytest.raises(ValueError, match="GPG takes no all_reduce: its factor counts this batch"):
-        batch.with_advantages(GPG(), all_reduce=lambda sums: None)
+    with pytest.raises(
+        ValueError,
+        match=r"GroupEstimator\('gpg'\) takes no all_reduce: its factor counts this batch",
+    ):
+        batch.with_advantages(GroupEstimator("gpg"), all_reduce=lambda sums: None)

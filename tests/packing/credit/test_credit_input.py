@@ -12,8 +12,6 @@ from trajpack import (
     GRPO,
     GiGPO,
     KLPenalty,
-    MaxRL,
-    PassAtK,
     Trajectory,
     Turn,
     TurnGAE,
@@ -95,7 +93,6 @@ OF_WRONG_TYPE = {
     "scores must be": (GRPO(), {"scores": torch.zeros(1).bfloat16()}),
     "a function or a tensor, got 'grpo'": ("grpo", {}),
     "a function or a tensor, got TokenEstimator(": (TokenEstimator(), {}),
-    "a function or a tensor, got GroupEstimator(": (GroupEstimator(), {}),
     "estimators.GRPO'>; make one: GRPO()": (GRPO, {}),
 }  # fmt: skip
 
@@ -159,19 +156,14 @@ WRONG_ESTIMATORS = {
     "GRPO: eps must be finite and not negative, got -5": lambda: GRPO(eps=-5),
     "GRPO: singleton must be one of 'raw', 'zero', got 'one'": lambda: GRPO(singleton="one"),
     "GiGPO: scale must be one of 'std', 'none', got 'mean'": lambda: GiGPO(scale="mean"),
-    "GRPO: scale must be one of 'std', 'leave_one_out_std', 'std_about_baseline', got 'none'": (
-        lambda: GRPO(scale="none")
-    ),
-    "GRPO: baseline must be one of 'mean', 'leave_one_out', got 'none'": lambda: GRPO(
-        baseline="none"
-    ),
+    "GRPO: baseline must be one of 'mean', 'leave_one_out', ": lambda: GRPO(baseline="median"),
+    "GroupEstimator('opo'): scale must be one of 'std', ": lambda: GroupEstimator("opo", scale="x"),
+    "GroupEstimator('dapo'): recipe must be one of 'grpo', ": lambda: GroupEstimator("dapo"),
     "GRPO: scale='leave_one_out_std' needs baseline='leave_one_out', got 'mean'": (
         lambda: GRPO(scale="leave_one_out_std")
     ),
     "GRPO: ddof must be in [0, 1], got 2": lambda: GRPO(ddof=2),
     "GAE: ddof must be in [0, 1], got -1": lambda: GAE(ddof=-1),
-    "MaxRL: scale must be one of 'mean', 'signed_mean', got 'std'": lambda: MaxRL(scale="std"),
-    "PassAtK: scale must be one of 'std', 'none', got 'mean'": lambda: PassAtK(scale="mean"),
 }
 
 

@@ -12,7 +12,7 @@ WHITENED = {
     name: EVERY[name]
     for name in (
         "GAE, whitened", "TurnGAE, whitened", "ReinforcePlusPlus", "TurnReturns, whitened",
-        "ReinforcePlusPlusBaseline", "ReinforcePlusPlusBaseline by n", "GAE, whitened by n",
+        "reinforce_plus_plus_baseline", "reinforce_plus_plus_baseline by n", "GAE, whitened by n",
     )
 }  # fmt: skip
 WHITENED |= {

@@ -224,7 +224,8 @@ def build_reference(
 
 def write_on_host(fields: TokenFields, words: Ints, runs: Ints, turn_returns: Array) -> None:
     """Write all fields on the host, run by run; each byte is written once."""
-    out = TokenFields(*(field.numpy() for field in fields))
+    arrays: Any = (field.numpy() for field in fields)
+    out: Any = TokenFields(*arrays)
     lengths = np.diff(runs[:, Run.START])
     rows, lengths = runs[:-1][lengths > 0], lengths[lengths > 0]
     context = np.clip(rows[:, Run.GENERATED], 0, lengths)

@@ -402,6 +402,7 @@ def write_batch(
         block = expand_runs(words, runs, returns, tokens, impl)
     else:
         block = torch.ops.trajpack.build(words, runs, returns, tokens, impl)
+    later: dict[str, Callable[[str], Any]]
     later = dict.fromkeys(FIELD_DTYPES, partial(field_of, block, tokens))
     extra = {}
     if fields:
@@ -409,7 +410,11 @@ def write_batch(
         layouts = [field.layout for field in fields]
         gathered = gather_fields(words, runs, sources, layouts, counts.tokens, impl)
         extra = {field.name: rows for field, rows in zip(fields, gathered, strict=True)}
-    ready = {"turn_returns": returns, "fields": extra, "token_fields": tuple(fields)}
+    ready: dict[str, Any] = {
+        "turn_returns": returns,
+        "fields": extra,
+        "token_fields": tuple(fields),
+    }
     return ready | {"ragged_values": values_of(words, fields)}, later
 
 

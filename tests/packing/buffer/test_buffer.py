@@ -25,59 +25,39 @@ def test_a_conversation_is_one_chain_and_each_token_is_stored_once():
     assert buffer.num_turns == 4
 
 
-def test_a_prompt_that_drops_a_token_begins_a_new_chain():
-    turns = [Turn([1, 2], [3, 4], [0, 0]), Turn([1, 2, 3, 5], [6], [0])]
-    batch = pack([Trajectory("a", turns)])
-    assert batch.seqlens == (4, 5)
-    assert batch.input_ids.tolist() == [1, 2, 3, 4, 1, 2, 3, 5, 6]
+CHAINS = {
+    "a token dropped": ([([1, 2], [3, 4]), ([1, 2, 3, 5], [6])], [0, 1]),
+    "shorter than its chain": ([([1, 2], [3]), ([1, 2], [4])], [0, 1]),
+    "broken in the middle": ([([1, 2, 3], [4]), ([1, 9, 3, 4, 5], [6])], [0, 1]),
+    "interleaved": ([([1], [2]), ([7], [8]), ([1, 2, 3], [4]), ([7, 8, 9], [5])], [0, 1, 0, 1]),
+    "the latest of equal chains": (
+        [([1], []), ([2], [3]), ([2], [3]), ([2, 3, 4], [5])], [0, 1, 2, 2],
+    ),
+    "the longest": (
+        [([1], []), ([9], []), ([1, 2], [3]), ([1], [5]), ([1, 2, 3, 4], [6])], [0, 1, 0, 2, 0],
+    ),
+    "other containers": (
+        [
+            ([1, 2], (3,)),
+            (np.array([1, 2, 3, 4], np.int64), torch.tensor([5])),
+            (torch.tensor([1, 2, 3, 4, 5, 6], dtype=torch.int16), [7]),
+        ],
+        [0, 0, 0],
+    ),
+}  # fmt: skip
+"""Prompts and completions of turns, and the chain of each."""
 
 
-def test_a_prompt_that_is_shorter_than_its_chain_begins_a_new_chain():
-    turns = [Turn([1, 2], [3], [0]), Turn([1, 2], [4], [0])]
-    assert pack([Trajectory("a", turns)]).seqlens == (3, 3)
-
-
-def test_a_chain_broken_in_its_middle_is_not_extended():
-    turns = [Turn([1, 2, 3], [4], [0]), Turn([1, 9, 3, 4, 5], [6], [0])]
-    assert pack([Trajectory("a", turns)]).seqlens == (4, 6)
-
-
-def test_interleaved_sub_agents_keep_a_chain_each():
-    turns = [
-        Turn([1], [2], [0]),
-        Turn([7], [8], [0]),
-        Turn([1, 2, 3], [4], [0]),
-        Turn([7, 8, 9], [5], [0]),
-    ]
-    batch = pack([Trajectory("a", turns)])
-    assert batch.input_ids.tolist() == [1, 2, 3, 4, 7, 8, 9, 5]
-    assert batch.turn_ids.tolist() == [-1, 0, -1, 2, -1, 1, -1, 3]
-    assert batch.turn_sequence.tolist() == [0, 1, 0, 1]
-
-
-def test_a_turn_extends_the_longest_chain_that_is_a_prefix():
-    turns = [Turn([1], [], []), Turn([2], [3], [0]), Turn([2], [3], [0]), Turn([2, 3, 4], [5], [0])]
-    # two equal chains [2, 3]: the latest goes on
-    batch = pack([Trajectory("a", turns)])
-    assert batch.turn_sequence.tolist() == [0, 1, 2, 2]
-    turns = [Turn([1], [], []), Turn([9], [], []), Turn([1, 2], [3], [0]), Turn([1], [5], [0])]
-    turns += [Turn([1, 2, 3, 4], [6], [0])]
-    assert pack([Trajectory("a", turns)]).turn_sequence.tolist() == [0, 1, 0, 2, 0]
+@pytest.mark.parametrize(("turns", "chains"), CHAINS.values(), ids=CHAINS)
+def test_a_turn_extends_the_longest_chain_that_is_a_prefix(turns, chains):
+    turns = [Turn(prompt, said, torch.zeros(len(said)).bfloat16()) for prompt, said in turns]
+    assert pack([Trajectory("a", turns)]).turn_sequence.tolist() == chains
 
 
 def test_chains_are_not_shared_between_trajectories():
     one = Trajectory("a", [Turn([1, 2], [3], [0])])
     two = Trajectory("b", [Turn([1, 2, 3, 4], [5], [0])])
     assert pack([one, two]).seqlens == (3, 5)
-
-
-def test_equal_histories_in_other_containers_are_one_chain():
-    turns = [
-        Turn([1, 2], (3,), [0]),
-        Turn(np.array([1, 2, 3, 4], np.int64), torch.tensor([5]), np.zeros(1)),
-        Turn(torch.tensor([1, 2, 3, 4, 5, 6], dtype=torch.int16), [7], torch.zeros(1).bfloat16()),
-    ]
-    assert pack([Trajectory("a", turns)]).input_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_the_buffer_is_reusable_and_batches_outlive_it():
@@ -168,32 +148,6 @@ def test_batches_of_one_size_take_two_regions_and_no_more(rows, monkeypatch):
     assert len(regions[0].words) == len(regions[1].words)
 
 
-def test_every_copy_of_a_region_is_waited_for(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    staging = Staging(torch.device("cpu"), COLUMNS)
-    copies = [Copy(), Copy()]
-    staging.region.copies = copies
-    staging.reserve(5, 1, words_used=0)
-    assert [copy.waits for copy in copies] == [1, 1]
-    assert staging.region.copies == []
-
-
-def test_a_region_that_a_graph_has_captured_is_not_written_again():
-    staging = Staging(torch.device("cpu"), COLUMNS)
-    staging.reserve(5, 1, words_used=0)
-    staging.region.stream[:5] = 3
-    captured = staging.region
-    captured.captured = True
-    staging.reserve(5, 1, words_used=5)
-    assert staging.region is not captured
-    assert staging.region.stream[:5].tolist() == [3] * 5, "what it holds goes on"
-    staging.region.captured = True
-    staging.clear(1)
-    staging.reserve(5, 1, words_used=0)
-    staging.region.stream[:5] = 4
-    assert captured.stream[:5].tolist() == [3] * 5
-
-
 def test_a_buffer_is_not_written_while_a_graph_is_captured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     staging = Staging(torch.device("cpu"), COLUMNS)
@@ -213,15 +167,6 @@ def test_room_for_rows_follows_their_number():
     words = staging.region.words
     staging.reserve(100_000, 16, words_used=0)
     assert staging.region.words is words, "memory is kept"
-
-
-def test_growing_loses_nothing():
-    buffer = TrajectoryBuffer()
-    added = []
-    for index in range(200):
-        added.append(conversation(str(index), seed=index))
-        buffer.add(added[-1])
-    assert buffer.pack("turns").unpack() == added
 
 
 def test_what_does_not_fit_is_refused_and_leaves_nothing_behind():
@@ -269,15 +214,6 @@ def test_a_buffer_says_what_it_holds():
     buffer = TrajectoryBuffer(device="cpu", capacity=1000)
     buffer.add(Trajectory("a", [Turn([1], [2], [0.0])]))
     assert repr(buffer) == "TrajectoryBuffer(1 trajectories, 1 turns, 2 of 1,000 tokens, for cpu)"
-
-
-def test_versions_follow_the_spans_or_the_start_version():
-    spans = Turn([1], [2, 3, 4], [0, 0, 0], version_spans=[(4, 0, 1), (6, 1, 3)])
-    bounds = Turn([1], [2, 3, 4], [0, 0, 0], version_start=4, version_end=6)
-    batch = pack([Trajectory("a", [spans]), Trajectory("b", [bounds])])
-    assert batch.policy_versions.tolist() == [-1, 4, 6, 6, -1, 4, 4, 4]
-    assert batch.turn_version_start.tolist() == [4, 4]
-    assert batch.turn_version_end.tolist() == [6, 6]
 
 
 def test_a_region_that_is_too_small_is_not_taken_again(monkeypatch):

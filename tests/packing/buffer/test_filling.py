@@ -19,6 +19,20 @@ from trajpack.testing import assert_batches_equal, random_trajectory, trajectory
 LAYOUTS = ["merged", "turns"]
 
 
+def assert_same(buffer, layout, kept):
+    """Check that the buffer packs what one call packs, and what the host knows beside."""
+    batch, expected = buffer.pack(layout), pack(kept, layout, device="cpu")
+    assert_batches_equal(batch, expected)
+    assert batch.longest == expected.longest
+    assert batch.generated_lens == expected.generated_lens
+    assert torch.equal(batch.cu_new, expected.cu_new)
+    assert all(map(torch.equal, batch.group_order, expected.group_order))
+    order, owners = batch.group_order, batch.group_order.owners.long()
+    assert torch.equal(order.trajectories.long(), batch.group_ids.argsort(stable=True))
+    assert torch.equal(order.turns.long(), batch.group_ids[owners].argsort(stable=True))
+    assert buffer._state.counts.most_turns == max((len(one.turns) for one in kept), default=0)
+
+
 @pytest.mark.parametrize("settled", [1, 64])
 def test_any_mixture_of_calls_packs_what_one_call_packs(monkeypatch, settled):
     monkeypatch.setattr(buffer_module, "MOST_WAITING", settled)
@@ -34,12 +48,12 @@ def test_any_mixture_of_calls_packs_what_one_call_packs(monkeypatch, settled):
             kept += some
             if choices.random() < 0.5:
                 layout = choices.choice(LAYOUTS)
-                assert_batches_equal(buffer.pack(layout), pack(kept, layout, device="cpu"))
+                assert_same(buffer, layout, kept)
             if choices.random() < 0.2:
                 buffer.clear()
                 drawn, kept = drawn[len(kept) :], []
         for layout in LAYOUTS:
-            assert_batches_equal(buffer.pack(layout), pack(kept, layout, device="cpu"))
+            assert_same(buffer, layout, kept)
             assert buffer.pack(layout).unpack() == kept
 
     check()

@@ -2,7 +2,6 @@
 
 import itertools
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -12,7 +11,7 @@ from trajpack import Trajectory, TrajectoryBuffer, Turn, pack
 from trajpack.packing.buffer import buffer as buffer_module, tables as tables_module
 from trajpack.packing.buffer.tables import GrowingArray
 from trajpack.packing.types import VersionSpan
-from trajpack.testing import assert_batches_equal, trajectory_lists
+from trajpack.testing import trajectory_lists
 
 LAYOUTS = ["merged", "turns"]
 layouts = st.sampled_from(LAYOUTS)
@@ -134,23 +133,6 @@ def test_groups_are_numbered_as_they_appear(groups, layout):
     assert type(batch.num_groups) is int
 
 
-def test_groups_are_known_however_the_buffer_is_filled_and_until_it_is_cleared():
-    groups = [None if i % 5 == 0 else str(i * i % 7) for i in range(300)]
-    buffer = TrajectoryBuffer(device="cpu")
-    for _ in range(2):
-        for begin in range(0, 300, 100):
-            buffer.extend(map(one_turn, groups[begin : begin + 90]))
-            for group in groups[begin + 90 : begin + 100]:
-                buffer.add(one_turn(group))
-            batch = buffer.pack()
-            assert batch.group_ids.tolist() == numbered(groups[: begin + 100])
-        assert batch.num_groups == max(numbered(groups)) + 1
-        buffer.clear()
-        groups = groups[::-1]
-    assert batch.group_ids.tolist() == numbered(groups[::-1]), "the batch before keeps its own"
-    assert buffer.pack().num_groups == 0
-
-
 def test_groups_of_a_call_that_failed_are_forgotten(monkeypatch):
     buffer = TrajectoryBuffer(device="cpu")
     buffer.extend(map(one_turn, ["a", None, "b"]))
@@ -186,41 +168,6 @@ def test_groups_that_wait_for_another_layout_are_numbered_once(monkeypatch):
     assert batch.cu_generated.tolist() == list(range(46))
 
 
-def test_a_layout_worked_out_anew_keeps_what_does_not_depend_on_it():
-    rng = np.random.default_rng(0)
-    given_trajectories = [one_turn(str(group)) for group in rng.integers(0, 9, 200)]
-    buffer = TrajectoryBuffer(device="cpu")
-    for begin in range(0, 200, 50):
-        buffer.extend(given_trajectories[begin : begin + 50])
-        for layout in LAYOUTS:
-            expected = pack(given_trajectories[: begin + 50], layout, device="cpu")
-            assert_batches_equal(buffer.pack(layout), expected)
-
-
-@pytest.mark.parametrize("groups", ["aabbc", "aabba", "abcab", "aabcb"])
-def test_members_are_ordered_by_group_however_adds_and_packs_alternate(groups: str) -> None:
-    buffer = TrajectoryBuffer()
-    for index, group in enumerate(groups):
-        turns = [Turn([1], [2], [-0.5])] * (1 + index % 2)
-        buffer.add(Trajectory(str(index), turns, group=group))
-        order = buffer.pack().group_order
-    trajectories = torch.tensor([ord(group) for group in groups])
-    assert torch.equal(order.trajectories.long(), trajectories.argsort(stable=True))
-    owners = order.owners.long()
-    assert owners.tolist() == [0, 1, 1, 2, 3, 3, 4]
-    assert torch.equal(order.turns.long(), trajectories[owners].argsort(stable=True))
-
-
-@pytest.mark.parametrize("groups", ["aaaab", "abbbb", "ababa", "abcde", "aaabc"])
-def test_the_largest_group_is_known_however_adds_and_packs_alternate(groups):
-    """A kernel for large groups is launched by it."""
-    buffer = TrajectoryBuffer(device="cpu")
-    for index, group in enumerate(groups):
-        buffer.add(Trajectory(str(index), [Turn([1], [2], [0.0])], group=group))
-        largest = max(groups[: index + 1].count(one) for one in groups)
-        assert buffer.pack().longest.group == largest
-
-
 def test_more_groups_than_16_bits_number_are_ordered():
     buffer, count = TrajectoryBuffer(device="cpu"), (1 << 16) + 3
     turn = [Turn([1], [2], [0.0])]
@@ -228,11 +175,3 @@ def test_more_groups_than_16_bits_number_are_ordered():
     order = buffer.pack().group_order
     assert order.trajectories.tolist() == [0, count, *range(1, count)]
     assert order.turns.tolist() == order.trajectories.tolist()
-
-
-def test_the_longest_trajectory_is_known_however_the_buffer_is_filled():
-    buffer = TrajectoryBuffer(device="cpu")
-    for count in (2, 5, 3, 1):
-        buffer.add(Trajectory(str(count), [Turn([1], [2], [0.0])] * count))
-        buffer.pack()
-    assert buffer._state.counts.most_turns == 5

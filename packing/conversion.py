@@ -165,9 +165,7 @@ def as_version_runs(
     first = as_integer(f"{name}version_start", version_start)
     last = as_integer(f"{name}version_end", version_end)
     if spans is not None:
-        spans = several(f"{name}version_spans must be a sequence", spans)
-        spans = [_as_span(name, span) for span in spans]
-        _check_cover(name, spans, num_tokens)
+        spans = _as_spans(name, spans, num_tokens)
     merged, first, last = merge_spans(spans, first, last)
     if not 0 <= first <= INT32_MAX or not 0 <= last <= INT32_MAX:
         raise ValueError(f"{name}versions must be in [0, {INT32_MAX}], got {first} to {last}")
@@ -216,30 +214,26 @@ def host_tensor(values: Any) -> torch.Tensor:
     return torch.from_numpy(plain if plain.flags.writeable else plain.copy())
 
 
-def _as_span(name: str, span: Any) -> tuple[int, int, int]:
-    try:
-        version, start, end = span
-    except Exception as error:
-        raise TypeError(
-            f"{name}version_spans must be (version, start, end) triples, got {shown(span)}"
-        ) from error
-    field = f"{name}version_spans"
-    return as_integer(field, version), as_integer(field, start), as_integer(field, end)
-
-
-def _check_cover(name: str, spans: Sequence[tuple[int, int, int]], num_tokens: int) -> None:
-    reached = 0
-    for _, start, end in spans:
+def _as_spans(name: str, spans: Any, num_tokens: int) -> list[tuple[int, int, int]]:
+    """Return spans of integers; raise unless they cover the completion, one after the other."""
+    field, reached, checked = f"{name}version_spans", 0, []
+    for span in several(f"{field} must be a sequence", spans):
+        try:
+            version, start, end = span
+        except (TypeError, ValueError) as error:
+            triples = f"{field} must be (version, start, end) triples, got {shown(span)}"
+            raise TypeError(triples) from error
+        version, start, end = (as_integer(field, number) for number in (version, start, end))
         if start != reached or end < start:
             raise ValueError(
-                f"{name}version_spans must follow each other from 0, got [{start}, {end}) "
-                f"where a span from {reached} was expected"
+                f"{field} must follow each other from 0, got [{start}, {end}) where a span from "
+                f"{reached} was expected"
             )
+        checked.append((version, start, end))
         reached = end
     if reached != num_tokens:
-        raise ValueError(
-            f"{name}version_spans must cover {num_tokens} completion tokens, they cover {reached}"
-        )
+        raise ValueError(f"{field} must cover {num_tokens} completion tokens, they cover {reached}")
+    return checked
 
 
 def _as_array(name: str, values: Any, typecode: Typecode) -> npt.NDArray[Any]:
@@ -281,7 +275,7 @@ def packed_numbers(values: list[Any] | tuple[Any, ...], typecode: Typecode) -> n
     numbers: npt.NDArray[Any] = np.empty(len(values), PACKED[typecode])
     for begin in range(0, len(values), PIECE):
         piece = values if len(values) <= PIECE else values[begin : begin + PIECE]
-        struct.pack_into(f"{len(piece)}{typecode}", numbers, 4 * begin, *piece)
+        struct.pack_into(f"{len(piece)}{typecode}", numbers.data, 4 * begin, *piece)
         written = numbers[begin : begin + PIECE]
         if np.minimum.reduce(written) <= 1 if typecode == "i" else np.maximum.reduce(written) >= 0:
             places = np.flatnonzero((written == 0) | (written == 1)).tolist()

@@ -2,9 +2,9 @@
 
 `MathVerifyEnvironment` runs this file as a script, by its path, so that neither the package nor
 torch nor the user's script is imported: a start takes half a second. Requests are pickles on
-standard input, ``(nonce, solutions, gym, answer, seconds)``; a reply on standard output is one
-byte and the nonce. The first byte, `READY`, follows the imports. The process ends with its input,
-or when a request exceeds its time.
+standard input, ``(solutions, gym, answer, seconds)``; a reply on standard output is one byte. The
+first byte, `READY`, follows the imports. The process ends with its input, or when a request exceeds
+its time.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 
 READY, RIGHT, WRONG, FAILED = b"R", b"1", b"0", b"E"
-
-NONCE_BYTES = 16
 
 _EXTRA_MEMORY_BYTES = 1 << 30
 _GRACE_S = 2.0
@@ -181,7 +179,7 @@ def main(needs_gym: bool) -> None:
     replies.write(READY)
     while True:
         try:
-            nonce, solutions, gym, answer, seconds = pickle.load(requests)
+            solutions, gym, answer, seconds = pickle.load(requests)
         except EOFError:
             return
         # The default action of both signals ends the process. SIGALRM also ends a process
@@ -191,7 +189,7 @@ def main(needs_gym: bool) -> None:
         reply = _answer_to(solutions, gym, answer)
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        replies.write(reply + nonce)
+        replies.write(reply)
 
 
 if __name__ == "__main__":

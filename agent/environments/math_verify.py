@@ -10,13 +10,11 @@ import contextlib
 import os
 import pickle
 import queue
-import secrets
 import selectors
 import signal
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,13 +32,8 @@ SCRIPT = Path(answer_worker.__file__)
 _START_TIMEOUT_S = 120.0
 _MAX_ANSWER_CHARS = 16_384
 _MAX_DEFAULT_WORKERS = 4
-_REPLY_BYTES = 1 + answer_worker.NONCE_BYTES
-_INHERITED = (
-    *("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH"),
-    *("PYTHONHOME", "PYTHONPATH", "PYTHONUSERBASE", "PYTHONNOUSERSITE", "PYTHONDONTWRITEBYTECODE"),
-    "PYTHONPYCACHEPREFIX",
-)
-"""Environment variables that imports need; a worker inherits no others, such as secrets."""
+_LENIENT = frozenset({"coin_flip", "game_of_life_halting"})
+"""Tasks of reasoning-gym whose scorers give many wrong numbers the full score."""
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE})
 
 
@@ -66,10 +59,10 @@ class MathVerifyEnvironment(JudgingEnvironment[Question]):
     episodes and tasks at once; it must be closed, by `close` or ``async with``.
 
     Worker processes check the answers. They start when needed and import neither torch nor the
-    caller's script, so a script needs no ``__main__`` guard. They get only the environment
-    variables that imports need. No text of a model is run as code: some scorers of reasoning-gym
-    evaluate their input, so they get numbers, operators and names of common functions only. Any
-    other answer to their questions is right if it equals the entry's answer, and otherwise wrong.
+    caller's script, so a script needs no ``__main__`` guard. No text of a model is run as code:
+    some scorers of reasoning-gym evaluate their input, so they get numbers, operators and names of
+    common functions only. Any other answer to their questions is right if it equals the entry's
+    answer, and otherwise wrong.
 
     A check that exceeds its time or memory counts as wrong; ``info`` of the step has then
     ``timed_out`` and ``failed``, a bool per answer each. If a worker is lost for any other reason,
@@ -82,8 +75,9 @@ class MathVerifyEnvironment(JudgingEnvironment[Question]):
             twice as much.
 
     Raises:
-        ValueError: If an id appears twice or is another with a suffix, or an option is not
-            positive.
+        ValueError: If an id appears twice or is another with a suffix, an option is not positive,
+            or a question is of ``coin_flip`` or ``game_of_life_halting``, whose scorers give wrong
+            numbers the full score.
         ModuleNotFoundError: If math-verify or reasoning-gym is needed and not installed.
 
     Cost: about 80 MB and half a second to start for each worker, twice that with
@@ -111,7 +105,13 @@ class MathVerifyEnvironment(JudgingEnvironment[Question]):
                 raise ValueError(
                     f"question id {id!r} might be a sample of the question with the id {stem!r}"
                 )
-        needs_gym = any(question.gym_task for question in self._by_id.values())
+        tasks = {question.gym_task for question in self._by_id.values() if question.gym_task}
+        for task in tasks & _LENIENT:
+            raise ValueError(
+                f"reasoning-gym's scorer of {task!r} gives wrong numbers the full score: use "
+                "ExactAnswerEnvironment, or questions of another task"
+            )
+        needs_gym = bool(tasks)
         require("math_verify", *(["reasoning_gym"] if needs_gym else []))
         self._timeout_s = timeout_s
         self._closed = threading.Event()
@@ -174,10 +174,6 @@ def _stop_all(workers: Iterable[_AnswerWorker]) -> None:
         worker.stop()
 
 
-class _WorkerLostError(RuntimeError):
-    """A worker ended during a check, possibly for a reason outside the answer."""
-
-
 class _AnswerWorker:
     """A worker process that starts when needed and is replaced after its end.
 
@@ -195,70 +191,49 @@ class _AnswerWorker:
         return None if self._child is None else self._child.pid
 
     def check(self, question: tuple[Any, ...], answer: str, cpu_seconds: float) -> _Verdict:
-        """Check one answer; repeat the check in a new process if the first did not finish.
+        """Check one answer; repeat the check in a new process if the first was lost.
 
         Raises:
-            _WorkerLostError: If both processes were lost.
-            RuntimeError: If no process can be started, or the environment is closed.
+            RuntimeError: If both processes were lost, none can be started, or the environment is
+                closed.
         """
-        with contextlib.suppress(_WorkerLostError):
-            verdict, is_final = self._check_once(question, answer, cpu_seconds)
-            if is_final:
-                return verdict
-        return self._check_once(question, answer, cpu_seconds)[0]
-
-    def _check_once(
-        self, question: tuple[Any, ...], answer: str, cpu_seconds: float
-    ) -> tuple[_Verdict, bool]:
-        """Return a verdict, and whether it is final."""
-        child = self._ready()
-        nonce = secrets.token_bytes(answer_worker.NONCE_BYTES)
-        request = pickle.dumps((nonce, *question, answer, cpu_seconds))
-        deadline = time.monotonic() + answer_worker.wall_seconds(cpu_seconds)
-        reply = _read(child, _REPLY_BYTES, deadline) if _write(child, request, deadline) else None
-        verdict = _VERDICTS.get(reply[:1]) if reply and reply[1:] == nonce else None
-        if verdict is not None:
-            return verdict, True
-        self.stop()
-        self._refuse_if_closed()
-        if reply is None:
-            return _Verdict.TIMED_OUT, False
-        if reply:
-            return _Verdict.FAILED, False
-        if child.returncode == -signal.SIGPROF:
-            return _Verdict.TIMED_OUT, True
-        if -child.returncode in _CRASHES:
-            return _Verdict.FAILED, False
-        raise _WorkerLostError(f"its worker ended with status {child.returncode}")
-
-    def _ready(self) -> subprocess.Popen[bytes]:
-        """Return a process that waits for a request and has no unread output."""
-        child = self._child
-        if child is not None and child.poll() is None and not _has_output(child):
-            return child
-        return self._start()
+        request = pickle.dumps((*question, answer, cpu_seconds))
+        for _ in range(2):
+            child = self._child
+            if child is None or child.poll() is not None:
+                child = self._start()
+            assert child.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                child.stdin.write(request)
+                child.stdin.flush()
+            reply = _read(child, answer_worker.wall_seconds(cpu_seconds))
+            if reply in _VERDICTS:
+                return _VERDICTS[reply]
+            self.stop()
+            self._refuse_if_closed()
+            if reply is None or child.returncode == -signal.SIGPROF:
+                return _Verdict.TIMED_OUT
+            if -child.returncode in _CRASHES:
+                return _Verdict.FAILED
+        raise RuntimeError("its worker was lost, and so was a second one")
 
     def _start(self) -> subprocess.Popen[bytes]:
         self.stop()
         command = [sys.executable, "-P", "-W", "ignore", str(SCRIPT)]
-        environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         # Thread pools of numerical libraries reserve memory for every core.
-        environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         self._refuse_if_closed()
         self._child = child = subprocess.Popen(
             command + ["--reasoning-gym"] * self._needs_gym,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            bufsize=0,
             env=environment,
             start_new_session=True,  # Ctrl-C is for the caller to handle
         )
-        assert child.stdin is not None
-        os.set_blocking(child.stdin.fileno(), False)
         # `closed` is set before processes are killed, so a process that starts meanwhile ends too.
         if self._closed.is_set():
             child.kill()
-        if _read(child, 1, time.monotonic() + _START_TIMEOUT_S) != answer_worker.READY:
+        if _read(child, _START_TIMEOUT_S) != answer_worker.READY:
             self.stop()
             self._refuse_if_closed()
             raise RuntimeError(f"a worker that checks answers did not start: {child.returncode}")
@@ -279,46 +254,17 @@ class _AnswerWorker:
         child.wait()
         for pipe in (child.stdin, child.stdout):
             assert pipe is not None
-            pipe.close()
+            with contextlib.suppress(BrokenPipeError):  # a request may be left in it
+                pipe.close()
 
     def _refuse_if_closed(self) -> None:
         if self._closed.is_set():
             raise RuntimeError("the environment is closed")
 
 
-def _has_output(child: subprocess.Popen[bytes]) -> bool:
+def _read(child: subprocess.Popen[bytes], seconds: float) -> bytes | None:
+    """Return a byte, none of an ended process, or None after the time."""
     assert child.stdout is not None
     with selectors.DefaultSelector() as selector:
         selector.register(child.stdout, selectors.EVENT_READ)
-        return bool(selector.select(0))
-
-
-def _write(child: subprocess.Popen[bytes], request: bytes, deadline: float) -> bool:
-    """Send a request; return False if the deadline passed, True also if the process ended."""
-    assert child.stdin is not None
-    rest = memoryview(request)
-    with selectors.DefaultSelector() as selector, contextlib.suppress(BrokenPipeError):
-        selector.register(child.stdin, selectors.EVENT_WRITE)
-        while rest and (remaining := deadline - time.monotonic()) > 0:
-            if selector.select(remaining):
-                rest = rest[os.write(child.stdin.fileno(), rest) :]
-        return not rest
-    return True
-
-
-def _read(child: subprocess.Popen[bytes], num_bytes: int, deadline: float) -> bytes | None:
-    """Return the reply, or None after the deadline.
-
-    An ended process gives a shorter reply, surplus output a reply that is one byte too long.
-    """
-    assert child.stdout is not None
-    reply = b""
-    with selectors.DefaultSelector() as selector:
-        selector.register(child.stdout, selectors.EVENT_READ)
-        while (remaining := deadline - time.monotonic()) > 0:
-            if selector.select(remaining):
-                piece = os.read(child.stdout.fileno(), num_bytes + 1 - len(reply))
-                reply += piece
-                if not piece or len(reply) >= num_bytes:
-                    return reply
-    return None
+        return os.read(child.stdout.fileno(), 1) if selector.select(seconds) else None

@@ -87,58 +87,26 @@ def test_a_question_is_found_by_its_id_with_or_without_a_suffix() -> None:
 
 
 @pytest.mark.usefixtures("warm_judge")
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "\\boxed{(10^9)!}",
-        "\\boxed{2^{10^{12}}}",
-        "\\boxed{9^{9^{9^{9}}}}",
-        "\\boxed{" + "(" * 5000 + "1" + ")" * 5000 + "}",
-        "\\boxed{" + "\\frac{1}{" * 900 + "1" + "}" * 901,
-        "1" * 10**6,
-        "$" * 10**6,
-        "\\boxed{" * 10**5,
-        "\\sum_{n=1}^{\\infty} n^{-1.01}",
-    ],
-    ids=range(9),
-)
-def test_a_hostile_answer_is_wrong_and_the_next_is_judged(answer: str) -> None:
+def test_hostile_answers_are_wrong_and_others_are_judged() -> None:
+    hostile = [SLOW, "\\boxed{" + "\\frac{1}{" * 900 + "1" + "}" * 901, "$" * 10**6]
+
     async def ask() -> None:
         async with MathVerifyEnvironment([question("q", "18")], timeout_s=1.0) as env:
-            await env.step(RIGHT)
-            start = time.monotonic()
-            longest_pause = await _longest_pause_during(
-                env.step(("q", [answer])), successes=[False]
-            )
-            assert time.monotonic() - start < 10
-            assert longest_pause < 0.7
-            assert (await env.step(RIGHT))[1] == [True]
+            for answer in hostile:
+                assert (await env.step(("q", [answer, "18"])))[1] == [False, True]
 
     asyncio.run(ask())
 
 
-async def _longest_pause_during(step: Any, successes: list[bool]) -> float:
-    """Return for how long, at most, the event loop ran nothing else."""
-    task = asyncio.ensure_future(step)
-    longest, last = 0.0, time.monotonic()
-    while not task.done():
-        await asyncio.sleep(0.01)
-        longest, last = max(longest, time.monotonic() - last), time.monotonic()
-    assert (await task)[1] == successes
-    return longest
-
-
 def test_a_check_that_exceeds_its_time_is_reported_and_stopped() -> None:
-    began = time.monotonic()
     ((successes, info),) = step(("q", ["18", SLOW]), timeout_s=1.0)
-    assert time.monotonic() - began >= 1.0
     assert successes == [True, False]
     assert info == {"timed_out": [False, True], "failed": [False, False]}
 
 
 @pytest.fixture
 def use_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Have workers run lines with ``nonce``, ``answer`` and ``is_retry`` for each request."""
+    """Have workers run lines with ``answer`` and ``is_retry`` for each request."""
 
     def use(*lines: str, start: str = "os.write(1, b'R')") -> None:
         begin = (
@@ -146,7 +114,7 @@ def use_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
             f"mark = {str(tmp_path / 'mark')!r}",
             start,
             "while True:",
-            "    nonce, _, _, answer, _ = pickle.load(sys.stdin.buffer)",
+            "    _, _, answer, _ = pickle.load(sys.stdin.buffer)",
             "    is_retry = os.path.exists(mark)",
             "    open(mark, 'w').close()",
         )
@@ -157,33 +125,23 @@ def use_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     return use
 
 
-LOSES = {
-    "exits": "os._exit(9)",
-    "is killed": "os.kill(os.getpid(), signal.SIGKILL)",
-    "is stopped": "os.kill(os.getpid(), signal.SIGSTOP)",
-    "crashes": "os.kill(os.getpid(), signal.SIGSEGV)",
-    "says too much": "os.write(1, b'1' + nonce + b'1')",
-    "forges": "os.write(1, b'1' * 100)",
-    "says nothing that counts": "os.write(1, b'?' + nonce)",
-}
+EXITS, IS_KILLED = "os._exit(9)", "os.kill(os.getpid(), signal.SIGKILL)"
+SAYS_RIGHT = "os.write(1, b'1')"
 
 
-SAYS_RIGHT = "os.write(1, b'1' + nonce)"
-
-
-@pytest.mark.parametrize("loss", LOSES.values(), ids=LOSES)
+@pytest.mark.parametrize("loss", [EXITS, IS_KILLED, "os.write(1, b'?'); time.sleep(60)"])
 def test_a_check_whose_worker_is_lost_is_repeated(
     use_worker: Callable[..., None], loss: str
 ) -> None:
-    use_worker(f"if not is_retry: {loss}; continue", SAYS_RIGHT)
-    assert step(RIGHT, timeout_s=0.2) == [IS_RIGHT]
+    use_worker(f"if not is_retry: {loss}", SAYS_RIGHT)
+    assert step(RIGHT) == [IS_RIGHT]
 
 
-@pytest.mark.parametrize("loss", ["exits", "is killed"])
+@pytest.mark.parametrize("loss", [EXITS, IS_KILLED])
 def test_two_lost_workers_are_an_error_and_no_verdict(
     use_worker: Callable[..., None], loss: str
 ) -> None:
-    use_worker(f"if answer != '18': {LOSES[loss]}", SAYS_RIGHT)
+    use_worker(f"if answer != '18': {loss}", SAYS_RIGHT)
 
     async def ask() -> None:
         async with MathVerifyEnvironment([question("q", "18")]) as env:
@@ -196,45 +154,16 @@ def test_two_lost_workers_are_an_error_and_no_verdict(
 
 @pytest.mark.parametrize(
     ("loss", "reported"),
-    [
-        ("is stopped", "timed_out"),
-        ("crashes", "failed"),
-        ("says too much", "failed"),
-        ("forges", "failed"),
-    ],
+    [("SIGSTOP", "timed_out"), ("SIGPROF", "timed_out"), ("SIGSEGV", "failed")],
 )
-def test_an_answer_over_which_two_workers_misbehave_is_wrong(
+def test_an_answer_that_its_worker_does_not_survive_is_wrong_and_not_checked_again(
     use_worker: Callable[..., None], loss: str, reported: str
 ) -> None:
-    use_worker(f"if answer != '18': {LOSES[loss]}; continue", SAYS_RIGHT)
+    """Also one that runs out of wall time, as a stopped process does."""
+    use_worker(f"if not is_retry: os.kill(os.getpid(), signal.{loss})", SAYS_RIGHT)
     wrong, right = step(("q", ["17"]), RIGHT, timeout_s=0.2)
     assert (wrong[0], wrong[1][reported]) == ([False], [True])
     assert right == IS_RIGHT
-
-
-def test_a_surplus_reply_does_not_answer_the_next_request(use_worker: Callable[..., None]) -> None:
-    use_worker(
-        "os.write(1, b'0' + nonce)",
-        "if answer == 'forge': time.sleep(0.1); os.write(1, b'1' * 100)",
-    )
-
-    async def ask() -> None:
-        async with MathVerifyEnvironment([question("q", "18")], workers=1) as env:
-            await env.step(("q", ["forge"]))
-            await asyncio.sleep(0.3)
-            assert await env.step(("q", ["17"])) == (None, [False], True, False, {})
-
-    asyncio.run(ask())
-
-
-def test_a_worker_that_does_not_read_a_long_request_is_killed(
-    use_worker: Callable[..., None],
-) -> None:
-    use_worker(start="os.write(1, b'R'); time.sleep(60)")
-    began = time.monotonic()
-    ((successes, _),) = step(("q", ["18" * 10**6]), timeout_s=0.2)
-    assert successes == [False]
-    assert time.monotonic() - began < 20
 
 
 def test_a_worker_that_cannot_start_raises(use_worker: Callable[..., None]) -> None:
@@ -349,31 +278,6 @@ def test_reasoning_gym_questions_are_judged_by_their_scorer_without_partial_cred
     assert asyncio.run(ask()) == [True, True, True, False, False]
 
 
-EVALUATING_TASKS = (
-    *("countdown", "puzzle24", "simple_integration", "intermediate_integration"),
-    *("polynomial_multiplication", "n_queens", "binary_matrix", "spiral_matrix"),
-    "string_insertion",
-)
-
-
-@pytest.mark.usefixtures("warm_judge")
-@pytest.mark.parametrize("task", EVALUATING_TASKS)
-def test_no_scorer_runs_an_answer_as_code(task: str, tmp_path: Path) -> None:
-    (asked,) = reasoning_gym_questions(task, size=1, seed=1)
-    mark = tmp_path / "mark"
-    write = f"__import__('os').system('touch {mark}')"
-    hostile = [write, f"\\boxed{{{write}}}", f"[{write}]", "1" + f" + 0*len(str({write}))"]
-
-    async def ask() -> None:
-        async with MathVerifyEnvironment([asked], workers=1, timeout_s=20) as env:
-            assert not any((await env.step((asked.id, hostile)))[1])
-            own = asked.solutions[0]
-            assert (await env.step((asked.id, [own, f"\\boxed{{{own}}}"])))[1] == [True, True]
-
-    asyncio.run(ask())
-    assert not mark.exists()
-
-
 @pytest.mark.parametrize(
     ("task", "rewrite"),
     [
@@ -411,20 +315,6 @@ def test_only_arithmetic_reaches_a_scorer(text: str, is_one: bool) -> None:
     assert is_arithmetic(text) == is_one
 
 
-def test_a_worker_sees_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("API_KEY", "hidden")
-
-    async def ask() -> bytes:
-        async with MathVerifyEnvironment([question("q", "18")], workers=1) as env:
-            assert (await env.step(RIGHT))[1] == [True]
-            environ = Path(f"/proc/{worker_pid(env)}/environ")
-            return await asyncio.to_thread(environ.read_bytes)
-
-    environ = asyncio.run(ask())
-    assert b"PATH=" in environ
-    assert b"API_KEY" not in environ
-
-
 @pytest.mark.slow
 def test_workers_start_only_as_many_as_are_busy_at_once() -> None:
     async def ask() -> None:
@@ -456,11 +346,6 @@ def test_an_honest_answer_does_not_wait_for_a_hostile_one() -> None:
     asyncio.run(ask())
 
 
-def test_an_id_that_could_be_the_sample_of_another_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'a@0' might be a sample of .* 'a'"):
-        MathVerifyEnvironment([question("a@0", "1"), question("a", "2")])
-
-
 @pytest.mark.parametrize(
     ("text", "finals"),
     [
@@ -478,13 +363,40 @@ def test_the_final_answer_is_the_box_or_the_last_number(text: str, finals: list[
     assert final_answers(text) == finals
 
 
-def test_wrong_options_and_actions_are_refused() -> None:
-    with pytest.raises(ValueError, match="workers must be at least 1, got 0"):
-        MathVerifyEnvironment([], workers=0)
-    with pytest.raises(ValueError, match=r"timeout_s must be positive and finite, got nan"):
-        MathVerifyEnvironment([], timeout_s=float("nan"))
-    with pytest.raises(ValueError, match="question id 'q' appears twice"):
-        MathVerifyEnvironment([question("q", "1"), question("q", "2")])
-    for answers in ("18", [18]):
-        with pytest.raises(TypeError, match="the answers to 'q' must be a list of strings"):
-            step(("q", answers))  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (
+            lambda: MathVerifyEnvironment([], workers=0),
+            ValueError,
+            "workers must be at least 1, got 0",
+        ),
+        (
+            lambda: MathVerifyEnvironment([], timeout_s=float("nan")),
+            ValueError,
+            "timeout_s must be positive and finite, got nan",
+        ),
+        (
+            lambda: MathVerifyEnvironment([question("q", "1"), question("q", "2")]),
+            ValueError,
+            "question id 'q' appears twice",
+        ),
+        (
+            lambda: MathVerifyEnvironment([question("a@0", "1"), question("a", "2")]),
+            ValueError,
+            "'a@0' might be a sample of .* 'a'",
+        ),
+        (
+            lambda: MathVerifyEnvironment(reasoning_gym_questions("coin_flip", size=1, seed=1)),
+            ValueError,
+            "scorer of 'coin_flip' gives wrong numbers the full score",
+        ),
+        (lambda: step(("q", "18")), TypeError, "the answers to 'q' must be a list of strings"),
+        (lambda: step(("q", [18])), TypeError, "the answers to 'q' must be a list of strings"),
+    ],
+)
+def test_wrong_options_and_actions_are_refused(
+    call: Any, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        call()

@@ -9,14 +9,21 @@ from pathlib import Path
 
 import pytest
 
+from trajpack.agent.environments import answer_worker, math_verify
 from trajpack.agent.environments.math_verify import MathVerifyEnvironment
 from trajpack.agent.environments.questions import Question, reasoning_gym_questions
 
-pytestmark = [pytest.mark.attack, pytest.mark.usefixtures("warm_judge")]
+pytestmark = [
+    pytest.mark.attack,
+    pytest.mark.usefixtures("warm_judge"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # of a data set
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
 SEED = 14
 NO_SOLUTION = 987654321987
-LENIENT = {"game_of_life_halting"}
-"""Tasks whose scorer calls any number right."""
+EVALUATING = {"countdown", "puzzle24", "simple_integration", "n_queens", "binary_matrix"}
+"""Tasks whose scorers evaluate what they get."""
+CONSTANTS = ["0", "1", "-1", "0.5", "10", "True", "x"]
 
 
 def injections(mark: Path) -> list[str]:
@@ -102,32 +109,51 @@ def test_hostile_answers_are_wrong_and_do_not_affect_others(
     assert not mark.exists()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of a data set
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_no_scorer_of_reasoning_gym_runs_an_answer(
     tmp_path: Path, tries: Callable[[int], int]
 ) -> None:
     from reasoning_gym.factory import DATASETS
 
-    tasks = sorted(DATASETS.keys() - {"composite"})
+    tasks = sorted(DATASETS.keys() - {"composite", *math_verify._LENIENT})
     mark = tmp_path / "mark"
     codes = injections(mark)[:6]
     hostile = [*codes, f"\\boxed{{{codes[0]}}}"]
     assert len(tasks) * len(hostile) >= 660
-    chosen = random.Random(SEED).sample(tasks, tries(len(tasks)))
+    chosen = {*EVALUATING, *random.Random(SEED).sample(tasks, tries(len(tasks)))}
     asked = [
-        question for task in chosen for question in reasoning_gym_questions(task, size=1, seed=1)
+        question
+        for task in sorted(chosen)
+        for question in reasoning_gym_questions(task, size=1, seed=1)
     ]
 
     async def ask() -> None:
         async with MathVerifyEnvironment(asked, workers=2, timeout_s=20) as environment:
             for question in asked:
                 _, successes, *_ = await environment.step((question.id, hostile))
-                if question.gym_task not in LENIENT:
-                    assert successes == [False] * len(hostile), question.id
+                assert successes == [False] * len(hostile), question.id
                 own = [form for one in question.solutions for form in (one, f"\\boxed{{{one}}}")]
                 _, successes, *_ = await environment.step((question.id, own))
                 assert successes == [True] * len(own), question.id
 
     asyncio.run(ask())
     assert not mark.exists()
+
+
+def test_scorers_that_give_a_wrong_number_the_full_score_are_refused(
+    tries: Callable[[int], int],
+) -> None:
+    """A constant is right for few of a task's questions, unless most have that very answer."""
+    from reasoning_gym.factory import DATASETS
+
+    tasks = sorted(DATASETS.keys() - {"composite", *math_verify._LENIENT})
+    chosen = random.Random(SEED).sample(tasks, tries(len(tasks)))
+    for task in [*chosen, *math_verify._LENIENT]:
+        asked = reasoning_gym_questions(task, size=6, seed=2)
+        wrong = [
+            (question.solutions, constant)
+            for question in asked
+            for constant in CONSTANTS
+            if constant not in question.solutions
+            and answer_worker._answer_to((), (task, question.gym_entry), constant) == b"1"
+        ]
+        assert (len(wrong) >= 3) == (task in math_verify._LENIENT), (task, wrong)

@@ -69,11 +69,10 @@ def train_step(model, optimizer, batch, version):
                 gap = max([gap, *difference.abs().tolist()])
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    staleness = version - batch.policy_versions[batch.loss_mask]
     return {
         "fill of micro-batches": plan.fill,
         "clipped tokens": num_clipped / EPOCHS / batch.num_generated,
-        "staleness": staleness.float().mean().item(),
+        "staleness": (version - batch.policy_versions[batch.loss_mask]).float().mean().item(),
         "log-probability gap": gap,
     }
 
@@ -204,7 +203,8 @@ text { fill: currentColor } line { stroke: gray } pre { white-space: pre-wrap }
 
 def curve(name, values):
     """Draw the values of each step pale, and the mean of five steps bold."""
-    low, high = min(0.0, *values), max(1e-9, *values)
+    low, high = min(0.0, *values), max(0.0, *values)
+    high += low == high
     means = [np.mean(values[max(end - 5, 0) : end]) for end in range(1, len(values) + 1)]
 
     def points(heights):
@@ -213,7 +213,7 @@ def curve(name, values):
         return " ".join(f"{left:.1f},{top:.1f}" for left, top in zip(x, y, strict=True))
 
     return f"""<figure><figcaption>{escape(name)}: {values[0]:.4g} in the first step,
-{means[-1]:.4g} in the last</figcaption><svg viewBox="0 0 400 170" role="img">
+{means[-1]:.4g} at the end</figcaption><svg viewBox="0 0 400 170" role="img">
 <line x1="50" x2="390" y1="10" y2="10"/><line x1="50" x2="390" y1="150" y2="150"/>
 <text x="45" y="14" text-anchor="end">{high:.3g}</text>
 <text x="45" y="154" text-anchor="end">{low:.3g}</text>

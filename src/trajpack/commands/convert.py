@@ -14,7 +14,6 @@ import torch
 from trajpack.agent.errors import SetupError
 from trajpack.agent.models.causal_model import first_line
 from trajpack.commands.inspect import load_batch
-from trajpack.commands.panels import summary
 from trajpack.commands.terminal import make_console, say, tell, writing
 from trajpack.packing.adapters import areal, prime_rl, slime, torchtitan
 from trajpack.packing.batch.batch import PackedBatch
@@ -87,12 +86,8 @@ def convert_file(
         out.parent.mkdir(parents=True, exist_ok=True)
         _write(out, target, written)
     console = make_console()
-    rows = [
-        ("trajectories", f"{len(batch.ids):,}"),
-        ("sequences", f"{len(batch):,}"),
-        ("tokens", f"{batch.num_tokens:,}, {batch.num_generated:,} of them generated"),
-    ]
-    console.print(summary(rows, f"{source} to {target}", console.width))
+    tell(console, f"sequences  {len(batch):,} of {len(batch.ids):,} trajectories")
+    tell(console, f"tokens     {batch.num_tokens:,}, {batch.num_generated:,} of them generated")
     tell(console, f"written    {out}")
     return 0
 

@@ -31,7 +31,8 @@ def report_source(source: Path, out: Path, tokenizer: str | None, options: Repor
         except ValueError as error:
             raise SetupError(first_line(error)) from error
     console = make_console()
-    console.print(summary(figures["saved"], source.name, console.width))
+    if figures["saved"]:
+        console.print(summary(figures["saved"], source.name, console.width))
     tell(console, f"page       {out}")
     tell(console, f"numbers    {out.with_suffix('.json')}")
     return 0

@@ -1056,33 +1056,5 @@ class PackedBatch(LabelMethods, LogprobMethods):
         return f"; policy version {low}" if low == high else f"; policy versions {low} to {high}"
 
 
-def number_groups(
-    groups: Iterable[str | None], known: dict[str, int], num_groups: int
-) -> tuple[list[int], int]:
-    """Number groups in order of first appearance; ``None`` is always a group of its own.
-
-    Args:
-        groups: Group of each trajectory.
-        known: Number of each group named before. Groups that are new are added, and what a call
-            added that did not count, at its end, is removed first.
-        num_groups: Groups before.
-
-    Returns:
-        The number of each trajectory's group, and how many groups there are then.
-
-    Example:
-        >>> number_groups(["b", None, "a", "b", None], {}, 0)
-        ([0, 1, 2, 0, 3], 4)
-    """
-    while known and next(reversed(known.values())) >= num_groups:
-        known.popitem()
-    numbers = []
-    for group in groups:
-        number = num_groups if group is None else known.setdefault(group, num_groups)
-        num_groups += number == num_groups
-        numbers.append(number)
-    return numbers, num_groups
-
-
 FIELDS = frozenset(field.name for field in dataclasses.fields(PackedBatch))
 """Names of the fields of a batch."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple, TypeAlias
 
@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from trajpack.kernels.runs import MAX_TOKENS, RUN_WIDTH, Run
-from trajpack.packing.batch.batch import number_groups
 from trajpack.packing.buffer.chains import ValidatedTurns
 from trajpack.packing.buffer.staging import Column
 from trajpack.packing.layout import LAYOUTS, Layout
@@ -432,3 +431,31 @@ def by_field(ragged: Sequence[str], lengths: Ints) -> dict[str, Ints]:
     """Return rows of `BatchTables.value_lens` as `PackedBatch.value_lens` has them."""
     columns = np.split(lengths, len(ragged), axis=1) if ragged else []
     return dict(zip(ragged, columns, strict=True))
+
+
+def number_groups(
+    groups: Iterable[str | None], known: dict[str, int], num_groups: int
+) -> tuple[list[int], int]:
+    """Number groups in order of first appearance; ``None`` is always a group of its own.
+
+    Args:
+        groups: Group of each trajectory.
+        known: Number of each group named before. Groups that are new are added, and what a call
+            added that did not count, at its end, is removed first.
+        num_groups: Groups before.
+
+    Returns:
+        The number of each trajectory's group, and how many groups there are then.
+
+    Example:
+        >>> number_groups(["b", None, "a", "b", None], {}, 0)
+        ([0, 1, 2, 0, 3], 4)
+    """
+    while known and next(reversed(known.values())) >= num_groups:
+        known.popitem()
+    numbers = []
+    for group in groups:
+        number = num_groups if group is None else known.setdefault(group, num_groups)
+        num_groups += number == num_groups
+        numbers.append(number)
+    return numbers, num_groups

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trajpack.packing.batch.batch import number_groups
 from trajpack.packing.batch.description import Decode, counted
 from trajpack.packing.buffer.breaks import PrefixBreak, Reason, reason_of
+from trajpack.packing.buffer.tables import number_groups
 from trajpack.packing.text import one_line
 from trajpack.packing.tree.trie import Ints, expanded, without_last
 

@@ -15,8 +15,14 @@ from trajpack.packing.conversion import sent
 from trajpack.packing.rows import reading
 from trajpack.packing.rows.masked_tokens import masked_trajectory
 from trajpack.packing.rows.packed import advantages_of, check_not_ragged, check_whole
-from trajpack.packing.rows.rows import check_field_names, right_padded, turn_trajectories
-from trajpack.packing.rows.scores import Score, row_scores, token_scores
+from trajpack.packing.rows.rows import (
+    Score,
+    check_field_names,
+    right_padded,
+    row_scores,
+    token_scores,
+    turn_trajectories,
+)
 from trajpack.packing.types import Trajectory
 
 EARLY = frozenset({"values", "ref_logp", "prox_logp", "teacher_logp"})

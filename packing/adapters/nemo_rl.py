@@ -9,8 +9,7 @@ import torch
 from trajpack.kernels.rearrange.pad import Number
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.rows.packed import advantages_of, check_not_ragged, check_whole
-from trajpack.packing.rows.rows import RowLists, check_field_names, right_padded
-from trajpack.packing.rows.scores import Score, row_scores
+from trajpack.packing.rows.rows import RowLists, Score, check_field_names, right_padded, row_scores
 
 
 def to_loss_inputs(

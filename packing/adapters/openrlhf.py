@@ -9,8 +9,13 @@ import torch
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.optional import require
 from trajpack.packing.rows.packed import check_not_ragged, check_whole
-from trajpack.packing.rows.rows import prompt_lengths_of, right_padded, row_groups
-from trajpack.packing.rows.scores import Score, row_scores
+from trajpack.packing.rows.rows import (
+    Score,
+    prompt_lengths_of,
+    right_padded,
+    row_groups,
+    row_scores,
+)
 
 FIELDS = ("values", "action_log_probs", "base_action_log_probs", "kl")
 """Extra fields that an ``Experience`` has under the same name."""

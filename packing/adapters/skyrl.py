@@ -22,10 +22,11 @@ from trajpack.packing.rows.rows import (
     in_response,
     prompt_lengths_of,
     row_groups,
+    row_scores,
+    token_scores,
     widths_of,
 )
 from trajpack.packing.rows.sampling_mask import mask_rows, without_padding
-from trajpack.packing.rows.scores import row_scores, token_scores
 from trajpack.packing.types import Trajectory
 
 ROUTE_DTYPES = (torch.uint8, torch.int16, torch.int32)

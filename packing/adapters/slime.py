@@ -14,9 +14,8 @@ from trajpack.packing.ragged import part
 from trajpack.packing.rows import reading
 from trajpack.packing.rows.masked_tokens import masked_trajectory
 from trajpack.packing.rows.packed import check_not_ragged
-from trajpack.packing.rows.rows import RowLists
+from trajpack.packing.rows.rows import RowLists, row_scores
 from trajpack.packing.rows.sampling_mask import as_integers, mask_of_counts, masks_of
-from trajpack.packing.rows.scores import row_scores
 from trajpack.packing.types import Trajectory
 
 SAMPLE_KEYS = {

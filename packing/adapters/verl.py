@@ -16,14 +16,15 @@ from trajpack.packing.rows import reading
 from trajpack.packing.rows.masked_tokens import WHOLE_SEQUENCE_FIELDS, masked_trajectory
 from trajpack.packing.rows.packed import check_not_ragged, check_whole
 from trajpack.packing.rows.rows import (
+    Place,
     check_field_names,
     in_response,
     prompt_lengths_of,
     row_groups,
     row_turns,
     rows_of,
+    token_scores,
 )
-from trajpack.packing.rows.scores import Place, token_scores
 from trajpack.packing.types import Trajectory, Turn
 
 OF_ROWS = ("prompts", "responses", "attention_mask", "token_level_rewards")

@@ -1,5 +1,5 @@
 """Sequences as rows, for trainers that do not take packed tensors; shared by the adapters.
 
-`rows`, `scores` and `packed` read a packed batch; `masked_tokens` and `reading` make trajectories
+`rows` and `packed` read a packed batch; `masked_tokens` and `reading` make trajectories
 of rows; `sampling_mask` does both for one field.
 """

@@ -23,7 +23,7 @@ from trajpack.packing.adapters import (
     trl,
     verl,
 )
-from trajpack.packing.rows.scores import row_scores
+from trajpack.packing.rows.rows import row_scores
 from trajpack.testing import assert_same_bits, trajectory_lists
 
 PAD = 99

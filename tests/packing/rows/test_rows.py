@@ -5,8 +5,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.packing.adapters.cases import forked_batch, plain_batch, rows_by_loop
 from trajpack import Trajectory, TrajectoryBuffer, Turn, pack
-from trajpack.packing.rows.rows import row_trajectories, row_turns, rows_of
-from trajpack.packing.rows.scores import row_scores, token_scores
+from trajpack.packing.rows.rows import (
+    row_scores,
+    row_trajectories,
+    row_turns,
+    rows_of,
+    token_scores,
+)
 from trajpack.testing import trajectory_lists
 
 layouts = st.sampled_from(["merged", "turns"])

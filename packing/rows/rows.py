@@ -201,8 +201,7 @@ def row_scores(batch: PackedBatch, of: Score = "rewards") -> torch.Tensor:
     """Return one number for each sequence, float32 ``[sequences]``.
 
     ``"rewards"``: the sum of the sequence's turn rewards, not discounted; ``"returns"``: the
-    discounted return of its first turn, with rewards of later turns in other sequences. Cost: a few
-    launches over the turns, no synchronisation.
+    discounted return of its first turn, with rewards of later turns in other sequences.
     """
     sequence = batch.turn_sequence.long()
     if of == "rewards":
@@ -220,9 +219,7 @@ def token_scores(batch: PackedBatch, *, op: str = "", place: Place = "turns") ->
     With ``"turns"`` each turn's reward is at its last generated token. The reward of a turn without
     generated tokens is at the generated token before it in the sequence, or else at the first one;
     a sequence without generated tokens loses its rewards. With ``"last"`` the sum of a sequence's
-    rewards is at its last token, generated or not.
-
-    Cost: a few launches over the turns and one over the tokens, no synchronisation.
+    rewards is at its last token, generated or not. No value is read from the device.
     """
     if place not in ("turns", "last"):
         raise ValueError(f"{op}: scores must be 'turns' or 'last', got {place!r}")

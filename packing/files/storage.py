@@ -49,6 +49,10 @@ def save(batch: PackedBatch | TreeBatch, path: str | os.PathLike[str]) -> None:
     later: advantages, returns, metrics, a narrowed `loss_mask`, fields of `with_field`. A CRC
     covers all of it. A file that exists keeps its mode.
 
+    Args:
+        batch: Batch or tree on any device.
+        path: File, usually ``.safetensors``.
+
     Raises:
         OSError: If the file cannot be written, or ``path`` is no file. A file at ``path`` then
             keeps its content.
@@ -126,13 +130,12 @@ def _content(batch: PackedBatch | TreeBatch) -> bytes:
     host = {
         "layout": batch.layout,
         "labels": sources.labels,
-        "token_fields": [field.as_json() for field in sources.token_fields],
+        "token_fields": [field.as_json() for field in fields],
         "metric_names": batch.metric_names,
         "options": options,
     }
     arrays = {name: getattr(sources, name) for name in SOURCES}
-    arrays |= {f"rows.{number}": rows for number, rows in enumerate(sources.rows)}
-    arrays |= later
+    arrays |= later | {f"rows.{number}": rows for number, rows in enumerate(sources.rows)}
     arrays["host"] = np.frombuffer(json.dumps(host).encode(), np.uint8)
     metadata = {"format": FORMAT, "schema_version": SCHEMA_VERSION, "crc32": _crc(arrays)}
     return serialise(arrays, metadata)
@@ -221,10 +224,7 @@ def _read(path: str) -> Arrays:
             raise ValueError("it is no safetensors file") from None
         found = metadata.get("format"), metadata.get("schema_version")
         if found != (FORMAT, SCHEMA_VERSION):
-            raise ValueError(
-                f"its format is {found[0]!r}, version {found[1]!r}; this release reads {FORMAT!r}, "
-                f"version {SCHEMA_VERSION!r}"
-            )
+            raise ValueError(f"its format is {found}, expected {(FORMAT, SCHEMA_VERSION)}")
         arrays: Arrays = deserialise(size + header + file.read())
     if _crc(arrays) != metadata.get("crc32"):
         raise ValueError("it is damaged: its CRC is not that of its content")

@@ -5,18 +5,16 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sqlite3
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from trajpack.packing.durable_files import replacing
 from trajpack.packing.token_fields import TokenField, check_fields
 from trajpack.packing.trajectory_log.records import DamagedLogError, Record, decoded, encoded_text
-
-if TYPE_CHECKING:
-    import sqlite3
 
 LOG = "log.sqlite"
 LOCK = "writer.lock"
@@ -33,7 +31,7 @@ _TABLES = """
         num_tokens INTEGER NOT NULL, checksum INTEGER NOT NULL, content BLOB NOT NULL);
 """
 _BUSY_S = 60.0
-"""Seconds that a connection waits for the locks of others."""
+"""Seconds that a reader waits for a writer."""
 _BATCH_BYTES = 4 << 20
 """Bytes of content read in one transaction; a writer waits until it ends."""
 _SYSTEM_ERRORS = {
@@ -71,6 +69,9 @@ class Row(NamedTuple):
         return zlib.crc32(repr(tuple(self[1:])).encode())
 
 
+_COLUMNS = ", ".join(Row._fields)
+
+
 class LogFile:
     """The SQLite file of a log.
 
@@ -87,7 +88,7 @@ class LogFile:
 
     def __init__(self, path: Path, *, to_append: bool = False) -> None:
         self.path = path
-        query = f"SELECT {', '.join(Row._fields)}, checksum FROM episodes WHERE number = ?"
+        query = f"SELECT {_COLUMNS}, checksum FROM episodes WHERE number = ?"
         with self._connection() as db:
             db.execute("BEGIN")
             if to_append:
@@ -98,13 +99,15 @@ class LogFile:
             described, checksum, count = header or (b"", 0, 0)
             self.fields = self._fields_of(described, checksum)
             """Extra per-token fields of every turn."""
-            last = self._asked(db, "SELECT ifnull(max(number), -1) FROM episodes")
-            # the count serves where the last page is damaged, and might be damaged, too
-            end = last[0] + 1 if isinstance(last, tuple) else min(count, path.stat().st_size)
-            found = [self._asked(db, query, number) for number in range(end)]
+            last = self._ask(db, "SELECT ifnull(max(number), -1) FROM episodes")
+            # the count serves where the last page is damaged
+            end = last[0] + 1 if isinstance(last, tuple) else count
+            most = path.stat().st_size // 64  # more rows are not there, whatever a changed bit says
+            numbers = range(min(end, most) if isinstance(end, int) else 0)
+            answers = [self._ask(db, query, number) for number in numbers]
         self.next_number: int = end
         """Number of the next row."""
-        rows = [(Row(*row[:-1]), row[-1]) for row in found if isinstance(row, tuple)]
+        rows = [(Row(*row[:-1]), row[-1]) for row in answers if isinstance(row, tuple)]
         self.rows = [row for row, checksum in rows if row.checksum == checksum]
         """Rows that are there and undamaged, by number."""
         self.fault: DamagedLogError | None = None
@@ -114,9 +117,17 @@ class LogFile:
 
     @staticmethod
     def create(path: Path, fields: Sequence[TokenField]) -> None:
-        """Write a new log durably; after an error no file is left."""
-        import sqlite3
+        """Write a new log durably; after an error no file is left.
 
+        Raises:
+            ValueError: If the folder holds other files.
+        """
+        foreign = sorted(set(os.listdir(path.parent)) - {LOCK, f"{LOG}.tmp"})
+        if foreign:
+            raise ValueError(
+                f"{path.parent} is neither empty nor a trajectory log: it has no {LOG}, "
+                f"but holds {foreign[0]!r}"
+            )
         described = json.dumps(_FORMAT | {"fields": [field.as_json() for field in fields]})
         values = (described, zlib.crc32(described.encode()))
         with replacing(path) as unfinished, _translated(unfinished):
@@ -133,49 +144,44 @@ class LogFile:
         waits for milliseconds only.
         """
         left, query = iter(rows), "SELECT content FROM episodes WHERE number = ?"
-        is_last = False
-        while not is_last:
-            batch, size, is_last = list[tuple[Row, Any]](), 0, True
+        batch: list[tuple[Row, Any]] | None = None
+        while batch != []:
+            batch, size = [], 0
             with self._connection() as db:
                 db.execute("BEGIN")
-                for row in left:
-                    found = self._asked(db, query, row.number)
-                    content = found[0] if isinstance(found, tuple) else found
+                while size < _BATCH_BYTES and (row := next(left, None)) is not None:
+                    answer = self._ask(db, query, row.number)
+                    content = answer[0] if isinstance(answer, tuple) else answer
                     size += len(content) if isinstance(content, bytes) else 0
                     batch.append((row, content))
-                    if size >= _BATCH_BYTES:
-                        is_last = False
-                        break
             for row, content in batch:
                 yield row, self._record(row, content)
 
-    def append(self, episodes: Sequence[tuple[Row, bytes]], wait_s: float | None = None) -> None:
+    def append(self, episodes: Sequence[tuple[Row, bytes]], wait_s: float) -> None:
         """Append rows with consecutive numbers, and their contents, in one durable transaction.
 
-        A failed call may be repeated with the same rows, and more: rows that are there already
-        are not written again.
-
-        Args:
-            episodes: The rows and their contents.
-            wait_s: Seconds to wait for readers.
+        It waits ``wait_s`` seconds for readers. A failed call may be repeated with the same rows,
+        and more: rows that are there already are not written again.
 
         Raises:
             DamagedLogError: If the file is damaged; then nothing is changed.
             OSError: If it cannot be written; a later attempt may succeed.
         """
         rows = [row for row, _ in episodes]
-        query = f"SELECT {', '.join(Row._fields)} FROM episodes WHERE number >= ?"
-        with self._connection(_BUSY_S if wait_s is None else wait_s) as db:
+        query = f"SELECT {_COLUMNS} FROM episodes WHERE number >= ?"
+        with self._connection(wait_s) as db:
             db.execute("PRAGMA journal_mode = TRUNCATE")
+            db.execute("PRAGMA cache_size = -65536")  # KiB: no transaction is spilled early
             db.execute("BEGIN IMMEDIATE")
             (num_rows,) = db.execute("SELECT ifnull(max(number) + 1, 0) FROM episodes").fetchone()
-            there = db.execute(query, (rows[0].number,)).fetchall()
-            if num_rows < rows[0].number or there != rows[: len(there)]:
+            stored = db.execute(query, (rows[0].number,)).fetchall()
+            if num_rows < rows[0].number or stored != rows[: len(stored)]:
                 reason = f"another program has changed it: it has {num_rows} rows"
                 raise OSError(errno.ESTALE, reason, str(self.path))
             db.executemany(
-                "INSERT INTO episodes VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                [(*row, row.checksum, content) for row, content in episodes[len(there) :]],
+                f"INSERT INTO episodes ({_COLUMNS}, checksum, content) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                [(*row, row.checksum, content) for row, content in episodes[len(stored) :]],
             )
             # also where all rows are there: the failed step may have been the synchronisation
             change = "UPDATE log SET num_episodes = ?, num_transactions = num_transactions + 1"
@@ -187,8 +193,6 @@ class LogFile:
 
     @contextmanager
     def _connection(self, wait_s: float = _BUSY_S) -> Iterator[sqlite3.Connection]:
-        import sqlite3
-
         os.stat(self.path)  # says what is wrong with a path, where SQLite does not
         url = f"{self.path.as_uri()}?mode=rw"  # also to read: a dead writer's journal is undone
         with (
@@ -201,7 +205,7 @@ class LogFile:
             db.execute("PRAGMA cell_size_check = ON")
             yield db
 
-    def _asked(self, db: sqlite3.Connection, query: str, *values: int) -> Any:
+    def _ask(self, db: sqlite3.Connection, query: str, *values: int) -> Any:
         """Return a row, ``None`` if there is none, or the error of a damaged page."""
         try:
             with _translated(self.path):
@@ -237,23 +241,16 @@ class LogFile:
 def locked(folder: Path) -> sqlite3.Connection:
     """Return a connection that keeps other writers away from a folder until it is closed.
 
-    SQLite's lock on an empty database is the system's: it ends with its process, and a forked
-    child does not inherit it.
-
-    Raises:
-        OSError: If another writer has the folder (``EBUSY``), or it cannot be written.
+    SQLite's lock on an empty database ends with its process, and a forked child does not inherit
+    it. An `OSError` (``EBUSY``) says that another writer has the folder.
     """
-    import sqlite3
-
     with _translated(folder / LOCK):
-        lock = sqlite3.connect(
-            folder / LOCK, timeout=0, isolation_level=None, check_same_thread=False
-        )
+        lock = sqlite3.connect(folder / LOCK, 0, isolation_level=None, check_same_thread=False)
         try:
             lock.execute("PRAGMA journal_mode = MEMORY")  # no journal lies in the folder
             lock.execute("BEGIN IMMEDIATE")
             lock.execute("PRAGMA user_version = 1")  # an error where it may not be written
-        except sqlite3.OperationalError as error:
+        except sqlite3.Error as error:
             lock.close()
             if error.sqlite_errorcode != sqlite3.SQLITE_BUSY:
                 raise
@@ -264,12 +261,11 @@ def locked(folder: Path) -> sqlite3.Connection:
 @contextmanager
 def _translated(path: Path) -> Iterator[None]:
     """Raise SQLite's errors as `OSError` for system failures, else as `DamagedLogError`."""
-    import sqlite3
-
     try:
         yield
     except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter of a message's bytes
         code = getattr(error, "sqlite_errorcode", 0)
         if (number := _SYSTEM_ERRORS.get(code & 0xFF)) is not None:
-            raise OSError(number, f"{os.strerror(number)} ({error})", str(path)) from error
+            reason = "a reader holds it" if number == errno.EBUSY else os.strerror(number)
+            raise OSError(number, f"{reason} ({error})", str(path)) from error
         raise DamagedLogError(f"{path} is damaged: {str(error)!a}") from error

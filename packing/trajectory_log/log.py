@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sqlite3
 import threading
 import time
 import warnings
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal
 
 from trajpack.packing.buffer.buffer import TrajectoryBuffer
 from trajpack.packing.buffer.trajectory_arrays import TrajectoryArrays
@@ -21,40 +22,31 @@ from trajpack.packing.conversion import as_integer, as_number, several
 from trajpack.packing.durable_files import make_folder
 from trajpack.packing.representation import brief_repr
 from trajpack.packing.token_fields import TokenField, check_fields
-from trajpack.packing.trajectory_log.database import LOCK, LOG, LogFile, Row, locked
+from trajpack.packing.trajectory_log.database import LOG, LogFile, Row, locked
 from trajpack.packing.trajectory_log.parquet import write_parquet
 from trajpack.packing.trajectory_log.records import DamagedLogError, Record, decoded_text, encoded
 from trajpack.packing.types import Trajectory
 
-if TYPE_CHECKING:
-    import sqlite3
-
 _FLUSH_BYTES = 16 << 20
 """Pending bytes after which `TrajectoryLog.append` flushes."""
-_APPEND_WAIT_S = 1.0
-"""Seconds that `TrajectoryLog.append` waits for readers, at most."""
+_APPEND_WAIT_S, _FLUSH_WAIT_S = 1.0, 60.0
+"""Seconds that `TrajectoryLog.append` and `TrajectoryLog.flush` wait for readers, at most."""
 _MAX_ERROR_CHARS = 2000
 """Characters kept of an episode's error."""
 _FILLED_AT_ONCE = 256
 """Episodes added to a buffer in one call: one each takes longer, all take much memory."""
-Mode: TypeAlias = Literal["append", "read"]
-Damaged: TypeAlias = Literal["raise", "skip"]
 
 
 @dataclass(frozen=True)
 class LoggedEpisode:
-    """One episode of a log.
-
-    Attributes:
-        episode: Name of the episode.
-        trajectories: Trajectories of the episode; empty where it failed. Arrays are int32 and
-            float32.
-        error: Reason of the failure, or ``None``.
-    """
+    """One episode of a log."""
 
     episode: str
+    """Name of the episode."""
     trajectories: tuple[Trajectory, ...]
+    """Its trajectories; empty where it failed. Arrays are int32 and float32."""
     error: str | None = None
+    """Reason of its failure, or ``None``."""
 
     __repr__ = brief_repr
 
@@ -91,7 +83,7 @@ class TrajectoryLog:
         file: LogFile,
         lock: sqlite3.Connection | None,
         *,
-        damaged: Damaged,
+        damaged: str,
         flush_episodes: int,
         flush_seconds: float,
     ) -> None:
@@ -117,9 +109,9 @@ class TrajectoryLog:
         cls,
         folder: str | os.PathLike[str],
         *,
-        mode: Mode = "append",
+        mode: Literal["append", "read"] = "append",
         fields: Sequence[TokenField] | None = None,
-        damaged: Damaged = "raise",
+        damaged: Literal["raise", "skip"] = "raise",
         flush_episodes: int = 1024,
         flush_seconds: float = 5.0,
     ) -> TrajectoryLog:
@@ -148,12 +140,10 @@ class TrajectoryLog:
             OSError: If another writer has the log open (``EBUSY``), or the folder cannot be read
                 or written.
         """
-        for name, value, choices in (
-            ("mode", mode, ("append", "read")),
-            ("damaged", damaged, ("raise", "skip")),
-        ):
-            if value not in choices:
-                raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}")
+        if mode not in ("append", "read"):
+            raise ValueError(f"mode must be 'append' or 'read', got {mode!r}")
+        if damaged not in ("raise", "skip"):
+            raise ValueError(f"damaged must be 'raise' or 'skip', got {damaged!r}")
         if as_integer("flush_episodes", flush_episodes) < 1:
             raise ValueError(f"flush_episodes must be at least 1, got {flush_episodes}")
         if not as_number("flush_seconds", flush_seconds) > 0:
@@ -162,9 +152,14 @@ class TrajectoryLog:
         declared = None if fields is None else check_fields(fields)
         if mode == "read" and not os.path.lexists(place / LOG):
             raise FileNotFoundError(f"{place} holds no trajectory log: it has no {LOG}")
-        lock = None if mode == "read" else _writable(place, declared or ())
+        lock = None
+        if mode == "append":
+            make_folder(place)
+            lock = locked(place)
         try:
-            file = LogFile(place / LOG, to_append=mode == "append")
+            if not os.path.lexists(place / LOG):
+                LogFile.create(place / LOG, declared or ())
+            file = LogFile(place / LOG, to_append=lock is not None)
             _check_fields_of(file, declared)
             return cls(
                 file,
@@ -270,14 +265,14 @@ class TrajectoryLog:
         if error is not None and not isinstance(error, str):
             raise TypeError(f"error must be a str or None, got {type(error).__name__}")
         expected = f"episode {episode!r}: trajectories must be a sequence of Trajectory"
-        taken = several(expected, trajectories)
-        if error is not None and taken:
+        paths = several(expected, trajectories)
+        if error is not None and paths:
             raise ValueError(
-                f"episode {episode!r} failed, but comes with {len(taken)} trajectories; "
+                f"episode {episode!r} failed, but comes with {len(paths)} trajectories; "
                 "expected none"
             )
         reason = None if error is None else error[:_MAX_ERROR_CHARS]
-        record = Record(episode, reason, TrajectoryArrays.of(taken, self.fields))
+        record = Record(episode, reason, TrajectoryArrays.of(paths, self.fields))
         content, row = encoded(record), Row.of(0, record)
         if self._failure is not None and getattr(self._failure, "errno", None) != errno.EBUSY:
             self.flush()
@@ -309,7 +304,7 @@ class TrajectoryLog:
             ValueError: If the log is closed, opened for reading or by another process.
         """
         self._check_writable()
-        self._write()
+        self._write(_FLUSH_WAIT_S)
 
     def close(self) -> None:
         """Flush, and release the log for another writer. Closing twice does nothing.
@@ -322,7 +317,7 @@ class TrajectoryLog:
             return
         with self._writing:
             while not self._is_closed:
-                self._write()
+                self._write(_FLUSH_WAIT_S)
                 with self._guard:
                     self._is_closed = not self._pending
             if self._lock is not None:
@@ -359,7 +354,7 @@ class TrajectoryLog:
         _check_fields_of(self._file, buffer.fields)
         before, records = len(buffer), self._records()
         while some := list(islice(records, _FILLED_AT_ONCE)):
-            buffer.extend([one for record in some for one in record.arrays.trajectories()])
+            buffer.extend([path for record in some for path in record.arrays.trajectories()])
         return len(buffer) - before
 
     def export_parquet(self, path: str | os.PathLike[str], *, compression_level: int = 3) -> None:
@@ -389,7 +384,7 @@ class TrajectoryLog:
                 raise record
             yield record
 
-    def _write(self, wait_s: float | None = None) -> None:
+    def _write(self, wait_s: float) -> None:
         """Write what is pending in one transaction; after an error it is pending as before."""
         with self._writing:
             with self._guard:
@@ -419,39 +414,20 @@ class TrajectoryLog:
             raise ValueError(f"log {self._folder} is opened for reading")
 
 
-def _writable(folder: Path, fields: Sequence[TokenField]) -> sqlite3.Connection:
-    """Return the writer's lock of a folder, after a log was begun there if it has none."""
-    make_folder(folder)
-    lock = locked(folder)
-    try:
-        if not os.path.lexists(folder / LOG):
-            foreign = sorted(set(os.listdir(folder)) - {LOCK, f"{LOG}.tmp"})
-            if foreign:
-                raise ValueError(
-                    f"{folder} is neither empty nor a trajectory log: it has no {LOG}, "
-                    f"but holds {foreign[0]!r}"
-                )
-            LogFile.create(folder / LOG, fields)
-    except BaseException:
-        lock.close()
-        raise
-    return lock
-
-
-def _index_of(file: LogFile, damaged: Damaged) -> dict[str, Row]:
+def _index_of(file: LogFile, damaged: str) -> dict[str, Row]:
     """Return the last row of each episode; no failure takes the place of a success."""
     rows, faults = file.rows, [] if file.fault is None else [file.fault]
+    if faults and (damaged == "raise" or not rows):
+        raise faults[0]
     if damaged == "skip":
         rows = []
-        for row, found in file.records(file.rows):
-            if isinstance(found, Record):
+        for row, record in file.records(file.rows):
+            if isinstance(record, Record):
                 rows.append(row)
             else:
-                faults.append(found)
+                faults.append(record)
         for fault in faults:
             warnings.warn(f"skipped: {fault}", stacklevel=4)
-    elif faults:
-        raise faults[0]
     index: dict[str, Row] = {}
     for row in rows:
         name = decoded_text(row.name)
@@ -462,11 +438,12 @@ def _index_of(file: LogFile, damaged: Damaged) -> dict[str, Row]:
 
 def _check_fields_of(file: LogFile, fields: Sequence[TokenField] | None) -> None:
     """Raise a `ValueError` unless these are a log's fields; ``None`` stands for any."""
-    if fields is not None and [one.as_json() for one in fields] != [
-        one.as_json() for one in file.fields
+    if fields is None or [field.as_json() for field in fields] == [
+        field.as_json() for field in file.fields
     ]:
-        wanted, begun_with = ([field.name for field in some] for some in (fields, file.fields))
-        raise ValueError(
-            f"log {file.path.parent} was begun with fields {begun_with}, got {wanted}; names, "
-            "dtypes, shapes, fills and order must be the same"
-        )
+        return
+    wanted, begun_with = ([field.name for field in some] for some in (fields, file.fields))
+    raise ValueError(
+        f"log {file.path.parent} was begun with fields {begun_with}, got {wanted}; names, "
+        "dtypes, shapes, fills and order must be the same"
+    )

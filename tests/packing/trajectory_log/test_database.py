@@ -349,7 +349,7 @@ def test_a_failure_counts_if_the_later_success_is_damaged(tmp_path):
         ("UPDATE log SET described = '{}'", None),
         ("DELETE FROM log", None),
         ("DROP TABLE log", None),
-        ("DROP TABLE episodes", ""),
+        ("DROP TABLE episodes", None),
     ],
 )
 def test_rows_that_are_missing_or_changed_are_damage_or_skipped(tmp_path, statement, left):

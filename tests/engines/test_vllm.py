@@ -12,10 +12,9 @@ from tests.engines import server_episodes as episodes
 from tests.engines.server_episodes import NEAR, Sampling
 from tests.engines.vllm_server import RunningServer, TinyModel
 from trajpack.agent.errors import RequestRefusedError
-from trajpack.agent.protocols import GenerationOutput, SamplingParams
-from trajpack.agent.servers.api import SampleRequest
+from trajpack.agent.protocols import GenerationOutput
 from trajpack.agent.servers.options import ServerOptions
-from trajpack.agent.servers.vllm import VLLMEngine, VLLMServerAPI
+from trajpack.agent.servers.vllm import VLLMEngine
 
 PROMPTS = [[5, 6, 7], list(range(40, 80)), [11] * 100, [3]]
 both_endpoints = pytest.mark.parametrize("endpoint", ["generate", "completions"])
@@ -83,20 +82,6 @@ def test_what_can_never_be_honoured_is_refused(server: RunningServer, endpoint: 
         refusal = asyncio.run(collect(prompt))
         assert isinstance(refusal, RequestRefusedError), refusal
         assert words in str(refusal)
-
-
-@both_endpoints
-def test_an_answer_says_which_request_it_answers(server: RunningServer, endpoint: Any) -> None:
-    async def collect() -> bytes:
-        async with VLLMEngine(server.url, endpoint=endpoint) as engine:
-            assert engine._control is not None
-            (one,) = engine._control.router.servers
-            sample = SampleRequest("a-name-of-its-own", PROMPTS[0], SamplingParams(2))
-            request = VLLMServerAPI(endpoint).write_sample(one, sample)
-            return await one.client.send(request, max_bytes=100_000, timeout_s=60)
-
-    # what `ServerClient` goes by when it looks for answers to other requests
-    assert b"a-name-of-its-own" in asyncio.run(collect())
 
 
 def test_the_same_seed_draws_the_same_tokens(server: RunningServer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -53,8 +54,11 @@ NOTHING = Answer(404, {"error": {"message": "Not Found"}})
 class Loopback:
     """Serves ``say`` while its context lasts; may be entered again, on the same port."""
 
-    def __init__(self, say: Callable[[Asked], Awaitable[Answer]]) -> None:
+    def __init__(
+        self, say: Callable[[Asked], Awaitable[Answer]], tls: ssl.SSLContext | None = None
+    ) -> None:
         self.say = say
+        self.tls = tls
         self.asked: list[Asked] = []
         self.hung_up: list[Asked] = []
         """Requests whose client was gone before it had its answer."""
@@ -67,7 +71,7 @@ class Loopback:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http{'s' * bool(self.tls)}://127.0.0.1:{self.port}"
 
     @property
     def draws(self) -> list[Asked]:
@@ -77,7 +81,7 @@ class Loopback:
         return [asked.path for asked in self.asked if asked.path not in ("/health", "/v1/models")]
 
     async def __aenter__(self) -> Loopback:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, ssl=self.tls)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 

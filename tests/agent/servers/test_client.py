@@ -3,6 +3,9 @@
 import asyncio
 import json
 import re
+import shutil
+import ssl
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import pytest
 from tests.agent.servers.loopback import (
     Answer,
     Asked,
+    Loopback,
     ask,
     drawing,
     encode,
@@ -41,6 +45,30 @@ def test_certificates_that_are_not_there_are_named(tmp_path: Path) -> None:
     asyncio.run(body(tmp_path / "none.pem"))
     (tmp_path / "empty.pem").write_text("nothing")
     asyncio.run(body(tmp_path / "empty.pem"))
+
+
+def test_a_server_with_a_certificate_of_its_own_is_asked(tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl, which makes a certificate, is not installed")
+    key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "certificate.pem")
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),
+            *("-keyout", key, "-out", certificate, "-subj", "/CN=localhost"),
+            *("-addext", "subjectAltName=IP:127.0.0.1"),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificate, key)
+
+    async def body() -> None:
+        changed = options(ca_file=certificate)
+        async with Loopback(say_vllm, tls) as server, VLLMEngine(server.url, options=changed) as it:
+            await generate(it)
+
+    asyncio.run(body())
 
 
 def test_connections_that_a_rush_has_left_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,15 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from tests.agent.servers.loopback import encode, sglang_body
 from trajpack.agent.protocols import SamplingParams
-from trajpack.agent.servers.engine_response import Completion, ResponseLimits, read_vllm_response
-from trajpack.packing import TokenField, TrajectoryBuffer, pack
+from trajpack.agent.servers.engine_response import (
+    Completion,
+    ResponseLimits,
+    read_sglang_response,
+    read_vllm_response,
+)
+from trajpack.packing import TokenField, pack
 from trajpack.packing.types import Trajectory, Turn
 
 RECORDED = Path(__file__).parents[4] / "shared" / "contracts"
@@ -59,10 +65,6 @@ def chat(**changes: Any) -> dict[str, Any]:
     return {"prompt_token_ids": PROMPT, "choices": [choice(**(defaults | changes))]}
 
 
-def encode(response: Any) -> bytes:
-    return json.dumps(response).encode()
-
-
 def read(response: Any) -> Any:
     return read_vllm_response(encode(response), LIMITS)
 
@@ -96,22 +98,13 @@ def test_recorded_responses_are_read(name: str, num_tokens: int) -> None:
     assert response.output_logprobs.shape == (num_tokens,)
 
 
-def test_an_empty_completion_is_read() -> None:
+def test_odd_answers_that_are_well_are_read() -> None:
     response = read(generate(token_ids=[], logprobs={"content": []}))
     assert response.output_ids.shape == response.output_logprobs.shape == (0,)
-
-
-def test_whole_numbers_are_log_probabilities() -> None:
     response = read(generate(token_ids=[1, 2], logprobs={"token_logprobs": [0, -3]}))
     assert response.output_logprobs.tolist() == [0.0, -3.0]
-
-
-def test_broken_characters_in_a_text_do_not_matter() -> None:
     body = encode(completions(text="MARK")).replace(b"MARK", b"\xff\xfe")
     assert read_vllm_response(body, LIMITS).output_ids.tolist() == IDS
-
-
-def test_the_limits_themselves_are_accepted() -> None:
     body = encode(completions(token_ids=[999, 0, 1]))
     limits = ResponseLimits(max_tokens=3, vocab_size=1000, max_bytes=len(body))
     assert read_vllm_response(body, limits).output_ids.tolist() == [999, 0, 1]
@@ -340,6 +333,48 @@ def test_a_wrong_body_is_refused(body: bytes, message: str) -> None:
     assert len(str(caught.value)) < 700
 
 
+def sglang(**changes: Any) -> bytes:
+    body = sglang_body([4, 5])
+    body["meta_info"] |= changes
+    return encode(body)
+
+
+def stop(matched: Any) -> bytes:
+    return sglang(finish_reason={"type": "stop", "matched": matched})
+
+
+PAIR = [-1, 5, None]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"choices": ' + b"[" * 30_000 + b"]" * 30_000 + b"}", "recursion"),
+        (sglang(output_token_logprobs=[[math.nan, 4, None], PAIR]), "expected JSON"),
+        (sglang(output_token_logprobs=[[None, 4, None], PAIR]), "got `null`"),
+        (sglang(output_token_logprobs=[[-1], PAIR]), "at least length 2"),
+        (sglang(output_token_logprobs=[{}, PAIR]), "got `object`"),
+        (sglang(output_token_logprobs=[[-1, 4], [-1, 6]]), "another at index 1"),
+        (sglang(output_token_logprobs=[[-1, 4]]), "2 entries"),
+        (sglang(output_token_logprobs=None), "output_token_logprobs"),
+        (stop(6), "the stop token 6"),
+        (stop([6, 7]), "the stop token 6, 7 at the end in output_ids, got 5"),
+        (stop([5, "x"]), "expected `int`, got `str` - at `$.meta_info.finish_reason.matched[1]`"),
+        (stop("NaN happened"), "a stop token that matched in finish_reason, got 'NaN happened'"),
+        (sglang(finish_reason=None), "got `null` - at `$.meta_info.finish_reason`"),
+        (encode(sglang_body([4, 1000])), "ids below 1000"),
+        (encode(sglang_body([4]) | {"output_ids": None}), "output_ids"),
+        (encode({"output_ids": [5]}), "meta_info"),
+        (b'{"error": {"message": "no"}}', "the error {'message': 'no'}"),
+    ],
+    ids=range(17),
+)
+def test_a_wrong_part_of_sglangs_is_refused_by_name(body: bytes, message: str) -> None:
+    with pytest.raises(ValueError, match=r"^SGLang response: ") as caught:
+        read_sglang_response(body, LIMITS)
+    assert message in str(caught.value)
+
+
 def test_a_large_body_is_not_searched_for_an_error() -> None:
     body = encode({"error": "full", "text": "x" * 2**20})
     with pytest.raises(ValueError, match="missing required field `choices`"):
@@ -414,16 +449,3 @@ def test_any_body_is_read_as_it_says_or_refused(
     prompt = said.get("prompt_token_ids")
     prompt = json.loads(body).get("prompt_token_ids") if prompt is None else prompt
     assert (None if got.prompt_ids is None else got.prompt_ids.tolist()) == prompt
-
-
-def test_a_body_over_the_limit_is_not_parsed() -> None:
-    with pytest.raises(ValueError, match="at most 10 bytes"):
-        read_vllm_response(b"\xff" * 11, ResponseLimits(max_tokens=1, max_bytes=10))
-
-
-def test_the_arrays_are_packed() -> None:
-    output = read(completions())
-    turn = Turn(output.prompt_ids, output.output_ids, output.output_logprobs)
-    buffer = TrajectoryBuffer(device="cpu")
-    buffer.add(Trajectory("q1", [turn]))
-    assert buffer.pack().input_ids.tolist() == PROMPT + IDS

@@ -170,55 +170,6 @@ def test_responses_of_the_published_types_become_arrays(
     )
 
 
-def refusals(api: ModuleType) -> dict[str, tuple[bytes, str]]:
-    entry = api.LogprobEntry
-    return {
-        "null logprob": (
-            response(api, [5], output_token_logprobs=[entry(logprob=None, token_id=5)]),
-            "output_token_logprobs",
-        ),
-        "no logprobs": (response(api, [5], output_token_logprobs=None), "output_token_logprobs"),
-        "other ids": (
-            response(api, [5], output_token_logprobs=[entry(logprob=-1.0, token_id=6)]),
-            "another at index 0",
-        ),
-        "too few": (response(api, [5, 6], output_token_logprobs=[]), "2 entries"),
-        "no end": (response(api, [5], finish_reason=None), "finish_reason"),
-        "stop trimmed": (
-            response(api, [5], finish_reason=api.FinishStop(matched=9)),
-            "stop token 9",
-        ),
-        "nonsense computed": (
-            response(api, [5], finish_reason=api.FinishStop(matched="NaN happened")),
-            "a stop token that matched in finish_reason, got 'NaN happened'",
-        ),
-        "none of the stops": (
-            response(api, [5], finish_reason=api.FinishStop(matched=[9, 4])),
-            "stop token 9, 4",
-        ),
-        "no ids": (response(api, [5], output_ids=None), "output_ids"),
-        "beyond": (response(api, [1000]), "below 1000"),
-        "no meta": (
-            json.dumps(api.GenerateResponse(output_ids=[5]).to_json_value()).encode(),
-            "meta_info",
-        ),
-        "error": (
-            json.dumps(
-                api.GenerateStreamError(
-                    error=api.ErrorBody(message="full", code=503)
-                ).to_json_value()
-            ).encode(),
-            "full",
-        ),
-    }
-
-
-def test_what_the_types_allow_but_no_trainer_could_use_is_refused_by_name(api: ModuleType) -> None:
-    for name, (body, words) in refusals(api).items():
-        with pytest.raises(ValueError, match=words):
-            raise AssertionError(f"{name}: {read_sglang_response(body, LIMITS)}")
-
-
 def test_a_response_without_spans_has_one_version(api: ModuleType) -> None:
     got = read_sglang_response(response(api, [5, 6], weight_versions=[]), LIMITS)
     assert got.weight_versions == (("7", 0, 2),)

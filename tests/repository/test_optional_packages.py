@@ -49,7 +49,7 @@ ENTRIES = {
     "agent:TransformersEngine(None)": ("transformers", "trajpack[agent]"),
     "agent:MathMultiTurnAgent(None, 'folder', None)": ("transformers", "trajpack[agent]"),
     "agent:RolloutRunner(None, None, None)": ("anyio", "trajpack[runner]"),
-    "agent:reasoning_gym_questions(size=1, seed=0)": (
+    "agent.environments.questions:reasoning_gym_questions(size=1, seed=0)": (
         "reasoning_gym", "trajpack[reasoning-gym]"),
     "agent:MathVerifyEnvironment([])": ("math_verify", "trajpack[agent]"),
     "agent.rollout.rollout:prepare_rollout(module.RolloutSettings())": (

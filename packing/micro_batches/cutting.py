@@ -299,8 +299,6 @@ def _check_outputs(
         raise ValueError(
             f"outputs must be {len(placed)}, one of each micro-batch, got {len(outputs)}"
         )
-    if not outputs:
-        raise ValueError("outputs must be one or more, got none")
     for number, (output, one) in enumerate(zip(outputs, placed, strict=True)):
         if not isinstance(output, torch.Tensor):
             raise TypeError(f"output {number} must be a tensor, got {type(output).__name__}")

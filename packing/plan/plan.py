@@ -161,7 +161,7 @@ def plan_micro_batches(  # noqa: PLR0913
         cost: Cost of a sequence, where micro-batches are balanced or split: ``None`` for its
             aligned tokens, one number for each sequence, or a function of aligned lengths such as
             `TransformerCost`. The cost of a micro-batch is the sum of its sequences'.
-        min_bins: Minimum number of micro-batches; 0 allows none where there are no sequences.
+        min_bins: Minimum number of micro-batches, 1 or more; without sequences they are empty.
         multiple_of: Their number is a multiple of this: of ranks, or of a pipeline's group. More
             are made by splitting the most costly; where none is left to split, they are empty.
         max_sequences: Maximum sequences of a micro-batch.

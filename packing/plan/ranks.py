@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heapify, heapreplace
 from typing import Any
 
 import numpy as np
@@ -22,13 +21,10 @@ from trajpack.packing.plan.units import (
     Cost,
     Ints,
     Labels,
-    Order,
     PlanInput,
     PlanItems,
     Policy,
-    check_choice,
     check_count,
-    decreasing,
     inverse_of,
     numbered,
     read_input,
@@ -107,9 +103,7 @@ def plan_ranks(  # noqa: PLR0913
     cost: Cost = None,
     num_steps: int = 1,
     keep_in_step: Labels = None,
-    keep_on_rank: Labels = None,
     keep_together: Labels = None,
-    order: Order = "largest_first",
     min_bins: int = 1,
     multiple_of: int = 1,
     max_sequences: int | None = None,
@@ -121,7 +115,9 @@ def plan_ranks(  # noqa: PLR0913
 
     The plan depends on the numbers alone, so every rank computes the same one without
     communication. Sequences go to ranks first and then to micro-batches, or micro-batches of all
-    sequences are dealt out: the way that takes fewer micro-batches, and then the fairer one.
+    sequences are dealt out: the way that takes fewer micro-batches, and then the fairer one. A rank
+    has its most costly micro-batch first: ranks in step wait little, and memory runs out at once or
+    never.
 
     Args:
         seqlens: ``[sequences]``: tokens of each, of the whole batch.
@@ -132,9 +128,7 @@ def plan_ranks(  # noqa: PLR0913
         num_steps: Optimizer steps that the batch is for. They take sequences in the order of the
             batch, as many each as the number allows; labels in a step count once each.
         keep_in_step: A label for each sequence: those with equal labels are in one step.
-        keep_on_rank: A label for each sequence: equal ones are on one rank, over all steps.
         keep_together: A label for each sequence: equal ones are in one micro-batch.
-        order: Order of a rank's micro-batches, see `trajpack.packing.plan.units.Order`.
         min_bins: Minimum micro-batches of a rank in a step, 1 or more: a rank without any would
             not keep step with one that has sequences.
         multiple_of: Their number, for each rank and step, is a multiple of this.
@@ -168,25 +162,14 @@ def plan_ranks(  # noqa: PLR0913
         align=align,
         oversized=oversized,
         turn_ends=turn_ends,
-        least_bins=1,
     )
-    check_choice(op, "order", order, choices=Order)
     check_count(op, "num_ranks", num_ranks)
     check_count(op, "num_steps", num_steps)
     count = len(source.seqlens)
     in_step = read_labels(op, "keep_in_step", keep_in_step, num_sequences=count)
-    on_rank = read_labels(op, "keep_on_rank", keep_on_rank, num_sequences=count)
-    if on_rank is not None:
-        on_rank = _joined(on_rank, source.together)
-    owners: dict[int, int] = {}
     plans = []
     for members in _split_steps(source, _joined(in_step, source.together), num_steps):
-        if on_rank is not None:
-            bin_of, num_bins = _ranks_first(
-                source, members, on_rank, num_ranks=num_ranks, order=order, owners=owners
-            )
-        else:
-            bin_of, num_bins = _free_ranks(source, members, num_ranks, order=order)
+        bin_of, num_bins = _place(source, members, num_ranks)
         each = num_bins // num_ranks
         rank_of, number = np.divmod(bin_of, each)
         held = [rank_of == rank for rank in range(num_ranks)]
@@ -234,32 +217,26 @@ def _split_steps(source: PlanInput, labels: Ints | None, num_steps: int) -> list
     return [members[step_of == step] for step in range(num_steps)]
 
 
-def _free_ranks(
-    source: PlanInput, members: Ints, num_ranks: int, *, order: Order
-) -> tuple[Ints, int]:
+def _place(source: PlanInput, members: Ints, num_ranks: int) -> tuple[Ints, int]:
     """Return the micro-batch of each sequence of a step, and their number, rank after rank.
 
     There are two ways: micro-batches of all sequences, dealt out to ranks, fill better; sequences
     to ranks first, and then to micro-batches, makes ranks cost the same. The way with fewer
     micro-batches is taken, then the one whose most costly rank costs less.
     """
-    found = _bins_first(source, members, num_ranks, order=order)
+    found = _bins_first(source, members, num_ranks)
     if source.algorithm == "next_fit" or num_ranks == 1:  # it keeps the batch's order
         return found
-    labels = np.arange(len(source.seqlens)) if source.together is None else source.together
-    other = _ranks_first(source, members, labels, num_ranks=num_ranks, order=order, owners={})
     costs = scaled(source.costs[members])
 
     def price(placement: tuple[Ints, int]) -> tuple[int, int]:
         bin_of, num_bins = placement
         return num_bins, int(summed(costs, bin_of // (num_bins // num_ranks), num_ranks).max())
 
-    return min(other, found, key=price)
+    return min(_ranks_first(source, members, num_ranks), found, key=price)
 
 
-def _bins_first(
-    source: PlanInput, members: Ints, num_ranks: int, *, order: Order
-) -> tuple[Ints, int]:
+def _bins_first(source: PlanInput, members: Ints, num_ranks: int) -> tuple[Ints, int]:
     """Make micro-batches of all sequences, and deal them out."""
     items = source.items(members)
     bin_of, num_bins = place_items(
@@ -272,82 +249,40 @@ def _bins_first(
     empty = np.bincount(bin_of, minlength=num_bins) == 0
     rank_of = deal(costs, empty, num_ranks)
     held = [np.flatnonzero(rank_of == rank) for rank in range(num_ranks)]
-    ordered = np.concatenate([own[_ordered(order, costs[own], empty[own])] for own in held])
+    ordered = np.concatenate([own[_largest_first(costs[own], empty[own])] for own in held])
     return inverse_of(ordered)[bin_of[items.item_of]], num_bins
 
 
-def _ranks_first(
-    source: PlanInput,
-    members: Ints,
-    labels: Ints,
-    *,
-    num_ranks: int,
-    order: Order,
-    owners: dict[int, int],
-) -> tuple[Ints, int]:
-    """Assign labels to ranks, and make the micro-batches of each rank."""
-    algorithm = source.algorithm
-    costs = scaled(source.costs[members])
-    rank_of = _assign(labels[members], costs, algorithm, num_ranks=num_ranks, owners=owners)
-    held = [np.flatnonzero(rank_of == rank) for rank in range(num_ranks)]
+def _ranks_first(source: PlanInput, members: Ints, num_ranks: int) -> tuple[Ints, int]:
+    """Assign sequences to ranks so that ranks cost the same, and make each rank's micro-batches."""
+    together = np.arange(len(members)) if source.together is None else source.together[members]
+    block_of, firsts = numbered(together)
+    totals = summed(scaled(source.costs[members]), block_of, len(firsts))
+    ones = np.ones_like(totals)
+    unbounded = PlanItems(totals, ones, totals, int(totals.sum()), len(ones), ones)
+    assigned = karmarkar_karp(unbounded, num_ranks)
+    assert assigned is not None  # without limits there is room
+    held = [np.flatnonzero(assigned[block_of] == rank) for rank in range(num_ranks)]
     items = [source.items(members[own]) for own in held]
     bounds = {"min_bins": source.min_bins, "multiple_of": source.multiple_of}
-    found = [place_items(one, algorithm, **bounds) for one in items]
+    found = [place_items(one, source.algorithm, **bounds) for one in items]
     most = max(num_bins for _, num_bins in found)
     placed = np.empty(len(members), np.int64)
     for rank, (own, one, (bin_of, num_bins)) in enumerate(zip(held, items, found, strict=True)):
         again = None
-        if num_bins < most and algorithm == "karmarkar_karp":
+        if num_bins < most and source.algorithm == "karmarkar_karp":
             again = balance_over(one, most)
         if again is None:
-            in_order = algorithm == "next_fit"
-            again = split_bins(one, bin_of, num_bins, wanted=most, in_order=in_order)
+            again = split_bins(one, bin_of, num_bins, wanted=most)
         empty = np.bincount(again, minlength=most) == 0
-        ordered = _ordered(order, summed(one.costs, again, most), empty)
+        ordered = _largest_first(summed(one.costs, again, most), empty)
         placed[own] = rank * most + inverse_of(ordered)[again[one.item_of]]
     return placed, most * num_ranks
 
 
-def _assign(
-    labels: Ints, costs: Ints, algorithm: Algorithm, *, num_ranks: int, owners: dict[int, int]
-) -> Ints:
-    """Return the rank of each sequence: its label's owner, or one so that ranks cost the same.
-
-    New labels are added to ``owners``, the rank by label.
-    """
-    block_of, firsts = numbered(labels)
-    names = labels[firsts].tolist()
-    totals = summed(costs, block_of, len(firsts))
-    rank_of = np.array([owners.get(name, -1) for name in names], np.int64)
-    fresh = np.flatnonzero(rank_of < 0)
-    if algorithm == "karmarkar_karp" and len(fresh) == len(names):
-        ones = np.ones_like(totals)
-        unbounded = PlanItems(totals, ones, totals, int(totals.sum()), len(ones), fresh)
-        found = karmarkar_karp(unbounded, num_ranks)
-        assert found is not None
-        rank_of = found
-    else:  # the most costly new label goes to the rank that costs least
-        kept = np.flatnonzero(rank_of >= 0)
-        loads = summed(totals[kept], rank_of[kept], num_ranks)
-        heap = [(load, rank) for rank, load in enumerate(loads.tolist())]
-        heapify(heap)
-        for block in fresh[decreasing(totals[fresh])].tolist():
-            load, rank = heap[0]
-            heapreplace(heap, (load + int(totals[block]), rank))
-            rank_of[block] = rank
-    owners.update(zip(names, rank_of.tolist(), strict=True))
-    return rank_of[block_of]
-
-
-def _ordered(order: Order, costs: Ints, empty: Any) -> Ints:
-    """Return the micro-batches of a rank in ``order``; empty ones count as the smallest."""
-    numbers = np.arange(len(costs))
-    if order == "as_planned":
-        return numbers
-    falling = np.lexsort((numbers, -costs, empty))
-    if order == "largest_first":
-        return falling
-    return np.concatenate([falling[::2][::-1], falling[1::2]])
+def _largest_first(costs: Ints, empty: Any) -> Ints:
+    """Return the micro-batches by falling cost; empty ones come last."""
+    return np.lexsort((np.arange(len(costs)), -costs, empty))
 
 
 def deal(costs: Ints, empty: Any, num_ranks: int) -> Ints:
@@ -357,7 +292,7 @@ def deal(costs: Ints, empty: Any, num_ranks: int) -> Ints:
     far, so that the n-th micro-batches of all ranks cost about the same. Ranks then swap within
     rounds while that lowers the cost of the most costly rank. Empty ones are dealt out last.
     """
-    order = np.lexsort((np.arange(len(costs)), -costs, empty)).reshape(-1, num_ranks)
+    order = _largest_first(costs, empty).reshape(-1, num_ranks)
     held = np.empty((num_ranks, len(order)), np.int64)
     loads = np.zeros(num_ranks, np.int64)
     for number, chosen in enumerate(order):

@@ -29,15 +29,6 @@ Policy: TypeAlias = Literal["raise", "drop", "truncate_at_turn", "own_bin"]
 - ``"truncate_at_turn"``: its first turns are kept, as many as fit; where none fits it is dropped.
 - ``"own_bin"``: it is alone in a micro-batch over the capacity.
 """
-Order: TypeAlias = Literal["largest_first", "small_at_ends", "as_planned"]
-"""Order of a rank's micro-batches.
-
-- ``"largest_first"``: by cost, so that ranks in step wait little, and memory runs out at once or
-  never.
-- ``"small_at_ends"``: the most costly in the middle: a pipeline fills and drains with small ones.
-- ``"as_planned"``: as the algorithm made them.
-"""
-
 COST_BITS = 42
 """All costs together, scaled to integers, are below two to this power: their sums are exact."""
 MAX_CAPACITY = 2**31 - 1
@@ -136,7 +127,6 @@ def read_input(  # noqa: PLR0913
     align: int,
     oversized: Policy,
     turn_ends: Sequence[Sequence[int]] | None,
-    least_bins: int = 0,
 ) -> PlanInput:
     """Check the arguments of `plan_micro_batches`, and apply the policy for long sequences."""
     lengths = read_lengths(op, seqlens)
@@ -157,7 +147,7 @@ def read_input(  # noqa: PLR0913
     for array in (lengths, costs):  # shared by all plans of a batch
         array.flags.writeable = False
     check_choice(op, "algorithm", algorithm, choices=Algorithm)
-    check_count(op, "min_bins", min_bins, least=least_bins)
+    check_count(op, "min_bins", min_bins)
     check_count(op, "multiple_of", multiple_of)
     most = len(lengths) if max_sequences is None else min(int(max_sequences), len(lengths))
     return PlanInput(
@@ -229,13 +219,8 @@ def read_lengths(op: str, seqlens: Any) -> Ints:
         raise ValueError(
             f"{op}: seqlens must be in [0, 2147483647], got {lengths[sequence]} at {sequence}"
         )
-    is_tensor = isinstance(seqlens, torch.Tensor)
-    if (
-        is_tensor
-        and lengths.size > 1
-        and lengths[0] == 0 < lengths[-1]
-        and (lengths[1:] >= lengths[:-1]).all()
-    ):
+    grows = lengths.size > 1 and lengths[0] == 0 < lengths[-1] and (np.diff(lengths) >= 0).all()
+    if isinstance(seqlens, torch.Tensor) and grows:
         raise ValueError(
             f"{op}: seqlens must be lengths, got a tensor that grows from 0 to {lengths[-1]}, as "
             "boundaries do: pass batch.seqlens, not batch.cu_seqlens"

@@ -1,7 +1,7 @@
 "use strict";
 // The page of a packed batch.
-const { tokens, plans, ranks, lengths, groups, breaks, trajectories } = figures;
-const state = { capacity: plans.shown.capacity, algorithm: plans.shown.algorithm, colour: "role" };
+const { tokens, plan, ranks, lengths, groups, breaks, trajectories } = figures;
+let colouredBy = "role";
 
 function head() {
   const saved = figures.saved.find(([name]) => name.startsWith("saved against"));
@@ -13,41 +13,21 @@ function head() {
   return [make("h1", {}, figures.title), make("p", { class: "lead", id: "lead" }, lead), make("div", { class: "tiles" }, tiles)];
 }
 
-const caseOf = () => plans.cases.find(one => one.capacity === state.capacity && one.algorithm === state.algorithm);
-
 function microBatches() {
-  if (!plans.cases.length) return null;
-  const words = make("p", { id: "plan" });
-  const bars = drawn(place => {
-    const shown = caseOf();
-    const names = [...figures.kinds, ...figures.padding];
-    const labels = shown.bars[0].map((_, i) => (shown.at_once > 1 ? i * shown.at_once : i).toString());
-    stackedBars(place, names.map((name, i) => [name, shown.bars[i]]), labels, { of: "micro-batch " });
-    words.textContent =
-      `${counted(shown.micro_batches, "micro-batch").replace("batchs", "batches")} of up to ${whole.format(state.capacity)} tokens, ` +
-      `at least ${whole.format(shown.lower_bound)} are needed; fill ${percent(shown.fill)}. ` +
-      `Padding: ${whole.format(shown.alignment)} by alignment, ${whole.format(shown.tail)} in tails, ${whole.format(shown.dummy)} in dummies. ` +
-      `The fullest has ${shown.token_imbalance.toFixed(2)} times the mean.` +
-      (shown.at_once > 1 ? ` A bar is the sum of ${shown.at_once} micro-batches.` : "");
-  });
-  const written = make("b", {}, whole.format(state.capacity));
-  const slider = make("input", {
-    type: "range", id: "capacity", min: 0, max: plans.capacities.length - 1, step: 1,
-    value: plans.capacities.indexOf(state.capacity), "aria-label": "capacity",
-    oninput: event => {
-      state.capacity = plans.capacities[event.target.value];
-      written.textContent = whole.format(state.capacity);
-      drawAll();
-    } });
-  const select = make("select", { id: "algorithm", onchange: event => { state.algorithm = event.target.value; drawAll(); } },
-    plans.algorithms.map(name => make("option", { value: name, selected: name === state.algorithm }, name.replaceAll("_", " "))));
-  return section("micro-batches", "Micro-batches",
-    "Tokens of each micro-batch by kind. Move the slider to try another capacity; only lengths are used.",
-    make("div", { class: "controls" },
-      make("label", {}, "capacity ", slider, written), make("label", {}, "algorithm ", select)),
+  if (!plan) return null;
+  const names = [...figures.kinds, ...figures.padding];
+  const labels = plan.bars[0].map((_, i) => `${i * plan.at_once}`);
+  const words =
+    `${counted(plan.micro_batches, "micro-batch").replace("batchs", "batches")} of up to ${whole.format(plan.capacity)} tokens, ` +
+    `at least ${whole.format(plan.lower_bound)} are needed; fill ${percent(plan.fill)}. ` +
+    `Padding: ${whole.format(plan.alignment)} by alignment, ${whole.format(plan.tail)} in tails, ${whole.format(plan.dummy)} in dummies. ` +
+    `The fullest has ${plan.token_imbalance.toFixed(2)} times the mean.` +
+    (plan.at_once > 1 ? ` A bar is the sum of ${plan.at_once} micro-batches.` : "");
+  return section("micro-batches", "Micro-batches", "Tokens of each micro-batch by kind, planned by plan_micro_batches.",
     legend([["prompt"], ["observation"], ["generated"], ["shared", "shared with another sequence"],
       ["alignment", "padding: alignment"], ["tail", "padding: tail"], ["dummy", "padding: dummy"]]),
-    bars, words);
+    drawn(place => stackedBars(place, names.map((name, i) => [name, plan.bars[i]]), labels, { of: "micro-batch " })),
+    make("p", { id: "plan" }, words));
 }
 
 function rankCosts() {
@@ -128,8 +108,8 @@ function show(index) {
   const one = trajectories.rows[index];
   const columns = { role: 0, "log-probability": 1, advantage: 2, "policy version": 3 };
   const buttons = Object.keys(columns).map(name => make("button", {
-    type: "button", "aria-pressed": name === state.colour, onclick: () => { state.colour = name; show(index); } }, name));
-  const column = columns[state.colour];
+    type: "button", "aria-pressed": name === colouredBy, onclick: () => { colouredBy = name; show(index); } }, name));
+  const column = columns[colouredBy];
   const spans = (one.sequences || []).flat();
   const values = column ? spans.flatMap(span => span.pieces || []).map(piece => piece[column]).filter(Number.isFinite) : [];
   let [least, most] = [Math.min(...values), Math.max(...values)];

@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from trajpack.packing.batch.description import Decode, describe, sequence_spans
-from trajpack.packing.plan.plan import Plan, plan_micro_batches
+from trajpack.packing.plan.plan import plan_micro_batches
 from trajpack.packing.plan.ranks import plan_ranks
-from trajpack.packing.plan.units import Algorithm
+from trajpack.packing.plan.units import check_count, round_up
 from trajpack.packing.text import one_line, printable
 from trajpack.packing.tree.pack_tree import tree_of
 from trajpack.packing.tree.trie import trie_of
@@ -33,7 +32,6 @@ PADDING = ("alignment", "tail", "dummy")
 """Causes of padding, as in `PlanStatistics`."""
 MOST_BARS = 64
 """Bars of a picture of micro-batches; where there are more, a bar is the sum of several."""
-MOST_CAPACITIES = 8
 MOST_GROUPS = 40
 MOST_BREAKS = 100
 MOST_ROWS = 1000
@@ -46,56 +44,48 @@ MOST_REWARDS = 64
 """Turns of a trajectory whose rewards are listed."""
 MOST_SPAN_CHARS = 6_000
 USUAL_MICRO_BATCHES = 256
-MANY_SEQUENCES = 20_000
-"""Beyond this many sequences only two algorithms and half of the capacities are tried."""
 _AROUND = 8
 
 
-@dataclass(frozen=True)
-class ReportOptions:
-    """Capacity and ranks of the training that a report plans for.
-
-    Raises:
-        TypeError: If a number is not an integer.
-        ValueError: If a number is below 1.
-    """
-
-    capacity: int | None = None
-    """Tokens of a micro-batch that the page shows first; ``None`` chooses twice the longest
-    sequence, or more where that would make hundreds of micro-batches."""
-    num_ranks: int = 8
-    """Data-parallel ranks."""
-    align: int = 1
-    """Each sequence takes a multiple of this many tokens."""
-
-    def __post_init__(self) -> None:
-        for name in ("capacity", "num_ranks", "align"):
-            value = getattr(self, name)
-            if value is None and name == "capacity":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"report: {name} must be an integer, got {value!r}")
-            if value < 1:
-                raise ValueError(f"report: {name} must be 1 or more, got {value}")
-
-
 def figures_of(
-    batch: PackedBatch, options: ReportOptions, decode: Decode | None = None
+    batch: PackedBatch,
+    *,
+    capacity: int | None = None,
+    num_ranks: int = 8,
+    align: int = 1,
+    decode: Decode | None = None,
 ) -> dict[str, Any]:
     """Return all numbers and texts of a batch's report.
 
     Args:
         batch: Batch on any device.
-        options: Assumptions about the training.
+        capacity: Tokens of a micro-batch; ``None`` chooses twice the longest sequence, or more
+            where that would make hundreds of micro-batches.
+        num_ranks: Data-parallel ranks.
+        align: Each sequence takes a multiple of this many tokens.
         decode: Function from token ids to text; ``None`` shows the ids.
 
     Raises:
-        ValueError: If the batch is padded, or its longest sequence exceeds the capacity.
+        TypeError: If a number is not an integer.
+        ValueError: If a number is below 1, or the capacity below the longest sequence.
 
-    Cost: copies the batch to the host (synchronises), sorts its sequences and plans it for some
-        capacities with some algorithms: seconds for 100,000 sequences.
+    Cost: copies the batch to the host (synchronises), sorts its sequences and plans it twice:
+        seconds for 100,000 sequences.
     """
     host = batch.to("cpu")
+    check_count("report", "num_ranks", num_ranks)
+    check_count("report", "align", align)
+    least = round_up(host.max_seqlen, align)
+    if capacity is None:
+        capacity = max(2 * least, 1)
+        while capacity * USUAL_MICRO_BATCHES < host.num_tokens:
+            capacity *= 2
+    check_count("report", "capacity", capacity)
+    if capacity < least:
+        raise ValueError(
+            f"report: capacity must be {least} or more, the aligned tokens of the longest "
+            f"sequence; got {capacity}"
+        )
     shared = shared_prefixes(host)
     kinds = kinds_of(host, shared)
     return {
@@ -104,8 +94,8 @@ def figures_of(
         "padding": list(PADDING),
         "tokens": _tokens(host, kinds, int(shared.sum())),
         "lengths": _lengths(host),
-        "plans": _plans(host, kinds, options),
-        "ranks": _ranks(host, options),
+        "plan": _plan(host, kinds, capacity, align),
+        "ranks": _ranks(host, capacity, num_ranks=num_ranks, align=align),
         "groups": _groups(host),
         "breaks": _breaks(host, decode),
         "trajectories": _trajectories(host, decode),
@@ -170,65 +160,25 @@ def _lengths(batch: PackedBatch) -> dict[str, Any]:
     }
 
 
-def _plans(batch: PackedBatch, kinds: Numbers, options: ReportOptions) -> dict[str, Any]:
-    """Plan the batch for several capacities with several algorithms."""
-    algorithms: tuple[Algorithm, ...] = get_args(Algorithm)
-    capacities, shown = _capacities(batch, options)
-    if len(batch) > MANY_SEQUENCES:
-        algorithms = ("next_fit", "best_fit_decreasing")
-    cases = []
-    for capacity in capacities:
-        for algorithm in algorithms if len(batch) else ():
-            plan = plan_micro_batches(
-                batch.seqlens, capacity, algorithm=algorithm, align=options.align
-            )
-            cases.append({"capacity": capacity, "algorithm": algorithm, **_case(plan, kinds)})
-    best: Algorithm = "best_fit_decreasing"
-    return {
-        "capacities": capacities,
-        "algorithms": list(algorithms),
-        "align": options.align,
-        "shown": {"capacity": shown, "algorithm": best},
-        "cases": cases,
-    }
-
-
-def _capacities(batch: PackedBatch, options: ReportOptions) -> tuple[list[int], int]:
-    """Return some capacities that hold the longest sequence, and the one to show first."""
-    least = -(-batch.max_seqlen // options.align) * options.align
-    shown = options.capacity
-    if shown is None:
-        shown = max(2 * least, 1)
-        while shown * USUAL_MICRO_BATCHES < batch.num_tokens:
-            shown *= 2
-    elif shown < least:
-        raise ValueError(
-            f"report: capacity must be {least} or more, the aligned tokens of the longest "
-            f"sequence; got {shown}"
-        )
-    smaller = [shown >> step for step in range(1, 4) if shown >> step > least]
-    stops = {least, *smaller, shown} if batch.num_tokens else {shown}
-    most = MOST_CAPACITIES // (2 if len(batch) > MANY_SEQUENCES else 1)
-    larger = 2 * shown
-    while len(stops) < most and larger < 2 * batch.num_tokens:
-        stops.add(larger)
-        larger *= 2
-    return sorted(stops), shown
-
-
-def _case(plan: Plan, kinds: Numbers) -> dict[str, Any]:
+def _plan(batch: PackedBatch, kinds: Numbers, capacity: int, align: int) -> dict[str, Any] | None:
+    """Return the micro-batches of the batch, by kind of token and cause of padding."""
+    if not len(batch):
+        return None
+    plan = plan_micro_batches(batch.seqlens, capacity, align=align)
     counted = plan.statistics()
     bin_of = np.repeat(np.arange(len(plan)), np.diff(plan.cu_bins))
     of_kinds = [np.bincount(bin_of, one[plan.order], len(plan)) for one in kinds]
-    tokens = np.sum(of_kinds, 0)
     is_dummy = np.diff(plan.cu_bins) == 0
-    left = np.maximum(plan.capacity - plan.loads, 0)
-    of_padding = [plan.loads - tokens, np.where(is_dummy, 0, left), np.where(is_dummy, left, 0)]
+    left = capacity - plan.loads
+    alignment = plan.loads - np.sum(of_kinds, 0)
+    of_padding = [alignment, np.where(is_dummy, 0, left), np.where(is_dummy, left, 0)]
     bars = np.stack([*of_kinds, *of_padding]).astype(np.int64)
     at_once = -(-len(plan) // MOST_BARS)
     if at_once > 1:
         bars = np.add.reduceat(bars, np.arange(0, len(plan), at_once), axis=1)
     return {
+        "capacity": capacity,
+        "align": align,
         "micro_batches": len(plan),
         "lower_bound": counted.lower_bound,
         "fill": round(counted.fill, 4),
@@ -241,26 +191,17 @@ def _case(plan: Plan, kinds: Numbers) -> dict[str, Any]:
     }
 
 
-def _ranks(batch: PackedBatch, options: ReportOptions) -> dict[str, Any]:
+def _ranks(batch: PackedBatch, capacity: int, *, num_ranks: int, align: int) -> dict[str, Any]:
     """Compare the ranks of a plan with ranks that take the sequences as they come."""
-    num_ranks = options.num_ranks
     if not len(batch):
         return {"num_ranks": num_ranks, "planned": None, "in_order": None}
     lengths = np.asarray(batch.seqlens, np.int64)
-    pairs = attention_pairs(lengths)
-    _, capacity = _capacities(batch, options)
-    planned = plan_ranks(
-        batch.seqlens,
-        num_ranks,
-        capacity,
-        cost=pairs.astype(np.float64),
-        align=options.align,
-    )
+    pairs = lengths * (lengths + 1) // 2  # of a query and a key, in causal attention
+    planned = plan_ranks(batch.seqlens, num_ranks, capacity, cost=pairs, align=align)
     owners = np.zeros(len(lengths), np.int64)
     for rank in range(num_ranks):
         owners[planned.plan(rank).order] = rank
     in_order = np.arange(len(lengths)) * num_ranks // len(lengths)
-    shown = {"planned": owners, "in_order": in_order}
     return {
         "num_ranks": num_ranks,
         "capacity": capacity,
@@ -270,20 +211,9 @@ def _ranks(batch: PackedBatch, options: ReportOptions) -> dict[str, Any]:
                 "pairs": np.bincount(one, pairs, num_ranks).astype(np.int64).tolist(),
                 "tokens": np.bincount(one, lengths, num_ranks).astype(np.int64).tolist(),
             }
-            for name, one in shown.items()
+            for name, one in {"planned": owners, "in_order": in_order}.items()
         },
     }
-
-
-def attention_pairs(lengths: Numbers) -> Numbers:
-    """Return the pairs of a query and a key that causal attention computes for each length.
-
-    Example:
-        >>> attention_pairs(np.array([1, 2, 3]))
-        array([1, 3, 6])
-    """
-    pairs: Numbers = lengths * (lengths + 1) // 2
-    return pairs
 
 
 def _scores(batch: PackedBatch) -> Numbers:

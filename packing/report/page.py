@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -12,12 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trajpack.packing.batch.description import Decode
 from trajpack.packing.durable_files import write_durably
-from trajpack.packing.report.figures import (
-    ReportOptions,
-    figures_of,
-    page_json,
-    rows_of,
-)
+from trajpack.packing.report.figures import figures_of, page_json, rows_of
 from trajpack.packing.text import one_line
 
 if TYPE_CHECKING:
@@ -42,24 +36,6 @@ script-src 'unsafe-inline'; img-src data:">
 """
 
 
-def page_of(title: str, figures: dict[str, Any], scripts: Sequence[str]) -> str:
-    """Return a page that loads nothing: figures, styles and scripts are in it.
-
-    Args:
-        title: Title of the page.
-        figures: Numbers and texts. Text is shown as text, whatever is in it: the scripts make
-            elements and never markup.
-        scripts: Files of this folder, which read the element ``#figures``.
-    """
-    folder, title = files("trajpack.packing.report"), one_line(title)
-    return _PAGE.format(
-        title=escape(title),
-        style=folder.joinpath("page.css").read_text("utf-8"),
-        figures=page_json({"title": title, **figures}),
-        script="\n".join(folder.joinpath(name).read_text("utf-8") for name in scripts),
-    )
-
-
 def write_report(
     batch: PackedBatch,
     path: str | os.PathLike[str],
@@ -79,7 +55,8 @@ def write_report(
     Args:
         batch: Batch of any layout.
         path: File that ends with ``.html``; the numbers go to the same name with ``.json``.
-        capacity: Tokens of a micro-batch to show first; ``None``: twice the longest sequence.
+        capacity: Tokens of a micro-batch; ``None``: twice the longest sequence, or more where that
+            would make hundreds of micro-batches.
         num_ranks: Number of data-parallel ranks.
         align: Each sequence takes a multiple of this many tokens.
         decode: Function from token ids to text, such as ``tokenizer.decode``; ``None`` shows the
@@ -92,7 +69,7 @@ def write_report(
     Raises:
         OSError: If a file cannot be written.
         TypeError: If a number is not an integer.
-        ValueError: If the batch is padded, the path does not end with ``.html``, or the capacity is
+        ValueError: If the path does not end with ``.html``, a number is below 1, or the capacity is
             below the longest sequence.
 
     Cost: copies the batch to the host (synchronises). Seconds for 100,000 sequences.
@@ -100,18 +77,22 @@ def write_report(
     path = Path(path)
     if path.suffix != ".html":
         raise ValueError(f"report: path must end with .html, got {path}")
-    figures = figures_of(batch, ReportOptions(capacity, num_ranks, align), decode)
+    figures = figures_of(batch, capacity=capacity, num_ranks=num_ranks, align=align, decode=decode)
     figures["saved"] = list(rows_of(figures))
-    page = page_of(title or path.stem, figures, ("charts.js", "batch.js"))
+    folder, shown = files("trajpack.packing.report"), one_line(title or path.stem)
+    style, *scripts = (
+        folder.joinpath(name).read_text("utf-8") for name in ("page.css", "charts.js", "batch.js")
+    )
+    page = _PAGE.format(
+        title=escape(shown),
+        style=style,
+        figures=page_json({"title": shown, **figures}),
+        script="\n".join(scripts),
+    )
     write_durably(path, page.encode())
     numbers = without_texts(figures)
     write_durably(path.with_suffix(".json"), json.dumps(numbers).encode())
     return numbers
-
-
-def numbers_of(batch: PackedBatch) -> dict[str, Any]:
-    """Return the figures of a batch without the texts of trajectories."""
-    return without_texts(figures_of(batch, ReportOptions()))
 
 
 def without_texts(figures: dict[str, Any]) -> dict[str, Any]:

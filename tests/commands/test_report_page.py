@@ -29,7 +29,7 @@ def test_a_page_and_its_numbers_go_beside_the_batch(batch_file: Path) -> None:
     assert done.status == 0, done.stderr
     assert f"page       {batch_file.with_suffix('.html')}\n" in done.stdout
     numbers = json.loads(batch_file.with_suffix(".json").read_text())
-    assert numbers["plans"]["shown"]["capacity"] == 8
+    assert numbers["plan"]["capacity"] == 8
     assert numbers["ranks"]["num_ranks"] == 2
     assert json.loads(call("inspect", batch_file, "--json").stdout)["tokens"] == numbers["tokens"]
     assert "batch.html exists; --force replaces it" in refusal("report", batch_file)

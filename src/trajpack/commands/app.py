@@ -245,7 +245,7 @@ def inspect_batch(  # noqa: PLR0913, PLR0917 - a command's options are its param
 
 
 _PAGE = "HTML file. [default: beside SOURCE, with .html]"
-_CAPACITY = "Tokens of a micro-batch to show first. [default: twice the longest sequence]"
+_CAPACITY = "Tokens of a micro-batch. [default: twice the longest sequence]"
 
 
 def report(
@@ -277,9 +277,9 @@ def report(
     for file in (page, page.with_suffix(".json")):
         _check_free(file, force=force)
     from trajpack.commands.report import report_source
-    from trajpack.packing.report.figures import ReportOptions
 
-    return partial(report_source, place, page, tokenizer, ReportOptions(capacity, ranks, align))
+    options = {"capacity": capacity, "num_ranks": ranks, "align": align}
+    return partial(report_source, place, page, tokenizer, **options)
 
 
 _ALGORITHM = (

@@ -16,7 +16,8 @@ from trajpack.commands.terminal import make_console, say, tell
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.batch.description import Decode, counted, describe
 from trajpack.packing.files.storage import load
-from trajpack.packing.report.page import numbers_of
+from trajpack.packing.report.figures import figures_of
+from trajpack.packing.report.page import without_texts
 from trajpack.packing.tree.pack_tree import tree_of
 from trajpack.packing.tree.statistics import TreeStatistics, break_rows, describe_tree
 
@@ -65,7 +66,7 @@ def inspect_file(
 
 def inspect_as_json(file: Path) -> int:
     """Print the numbers of ``trajpack report``; return the exit status."""
-    print(json.dumps(numbers_of(load_batch(file)), indent=1))  # noqa: T201
+    print(json.dumps(without_texts(figures_of(load_batch(file))), indent=1))  # noqa: T201
     return 0
 
 

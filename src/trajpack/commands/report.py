@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from trajpack.agent.errors import SetupError
 from trajpack.agent.models.causal_model import first_line
@@ -13,12 +14,11 @@ from trajpack.commands.panels import summary
 from trajpack.commands.terminal import make_console, tell, writing
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.buffer.buffer import TrajectoryBuffer
-from trajpack.packing.report.figures import ReportOptions
 from trajpack.packing.report.page import write_report
 from trajpack.packing.trajectory_log.log import TrajectoryLog
 
 
-def report_source(source: Path, out: Path, tokenizer: str | None, options: ReportOptions) -> int:
+def report_source(source: Path, out: Path, tokenizer: str | None, **options: Any) -> int:
     """Write the page of a batch's file or of a log's folder; return the exit status."""
     is_log = source.is_dir()
     batch = _pack_log(source) if is_log else load_batch(source)
@@ -27,7 +27,7 @@ def report_source(source: Path, out: Path, tokenizer: str | None, options: Repor
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         try:
-            figures = write_report(batch, out, **vars(options), decode=decode, title=source.name)
+            figures = write_report(batch, out, **options, decode=decode, title=source.name)
         except ValueError as error:
             raise SetupError(first_line(error)) from error
     console = make_console()

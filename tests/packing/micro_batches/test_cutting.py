@@ -298,11 +298,3 @@ def test_a_sequence_in_two_micro_batches_cannot_be_merged():
     object.__setattr__(twice, "order", np.array([0, 1, 0]))
     with pytest.raises(ValueError, match="sequence 0 is in more than one micro-batch"):
         BATCH.merge(twice, [X[:6], X[:3]])
-
-
-def test_nothing_cannot_be_merged():
-    empty = pack([], device="cpu")
-    plan = plan_micro_batches(empty.seqlens, 8, min_bins=0)
-    assert empty.split(plan) == []
-    with pytest.raises(ValueError, match="outputs must be one or more, got none"):
-        empty.merge(plan, [])

@@ -55,8 +55,8 @@ def test_packing_is_what_a_loop_over_bins_packs(mix, name):
 @given(SMALL, st.integers(12, 30), st.none() | st.integers(1, 4))
 def test_packing_is_so_for_any_lengths_and_any_bound_of_sequences(lengths, capacity, most):
     for name, loop in PACKING.items():
-        plan = plan_micro_batches(lengths, capacity, algorithm=name, max_sequences=most, min_bins=0)
-        assert held_by(plan) == loop(lengths, capacity, most)
+        plan = plan_micro_batches(lengths, capacity, algorithm=name, max_sequences=most)
+        assert held_by(plan) == (loop(lengths, capacity, most) or [[]])
 
 
 @pytest.mark.parametrize("mix", MIXES)

@@ -69,7 +69,6 @@ def test_without_sequences_micro_batches_are_empty():
         plan = plan_micro_batches([], 8, algorithm=name, min_bins=3, multiple_of=2)
         assert held_by(plan) == [[]] * 4
         assert (plan.fill, plan.lower_bound) == (0.0, 0)
-        assert len(plan_micro_batches([], 8, algorithm=name, min_bins=0)) == 0
 
 
 SAME = """
@@ -80,7 +79,7 @@ options = {"cost": np.sqrt(lengths), "keep_together": [f"group {i // 2}" for i i
 digests = []
 for name in %r:
     plan = plan_micro_batches(lengths, 9000, algorithm=name, multiple_of=3, **options)
-    ranks = plan_ranks(lengths, 3, 9000, algorithm=name, keep_on_rank=range(1000), num_steps=2)
+    ranks = plan_ranks(lengths, 3, 9000, algorithm=name, num_steps=2)
     for one in (plan, *ranks.plans[0], *ranks.plans[1]):
         digests.append(hash((*one.order.tolist(), *one.cu_bins.tolist())))
 """

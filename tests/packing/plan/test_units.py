@@ -27,7 +27,7 @@ from trajpack import plan_micro_batches, plan_ranks
         ({"capacity": 7, "align": 8}, ValueError, r"capacity must be 8 or more, .*, got 7"),
         ({"align": 0}, ValueError, r"align must be 1 or more, got 0"),
         ({"max_sequences": 0}, ValueError, r"max_sequences must be 1 or more, got 0"),
-        ({"min_bins": -1}, ValueError, r"min_bins must be 0 or more, got -1"),
+        ({"min_bins": 0}, ValueError, r"min_bins must be 1 or more, got 0"),
         ({"multiple_of": True}, TypeError, r"multiple_of must be an integer, got True"),
         ({"algorithm": "ffd"}, ValueError, r"algorithm must be one of 'next_fit', .* got 'ffd'"),
         ({"oversized": "cut"}, ValueError, r"oversized must be one of 'raise', .* got 'cut'"),
@@ -65,9 +65,8 @@ def test_what_cannot_be_planned_is_named(asked, error, said):
     arguments = {"seqlens": [3, 4, 5], "capacity": 100} | asked
     with pytest.raises(error, match=rf"^plan_micro_batches: .*{said}"):
         plan_micro_batches(**arguments)
-    if "min_bins" not in asked:
-        with pytest.raises(error, match=rf"^plan_ranks: .*{said}"):
-            plan_ranks(num_ranks=2, **arguments)
+    with pytest.raises(error, match=rf"^plan_ranks: .*{said}"):
+        plan_ranks(num_ranks=2, **arguments)
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -136,10 +135,10 @@ def test_a_cut_reckons_with_alignment():
 @pytest.mark.parametrize("name", EVERY)
 def test_the_container_of_lengths_does_not_matter(name):
     lengths = np.random.default_rng(1).integers(1, 100, 200)
-    expected = plan_micro_batches(lengths.tolist(), 256, algorithm=name, min_bins=0)
+    expected = plan_micro_batches(lengths.tolist(), 256, algorithm=name)
     containers = (tuple, np.uint8, np.int32, torch.tensor, lambda each: torch.tensor(each).int())
     for container in containers:
-        plan = plan_micro_batches(container(lengths), 256, algorithm=name, min_bins=0)
+        plan = plan_micro_batches(container(lengths), 256, algorithm=name)
         assert plan.order.tolist() == expected.order.tolist()
         assert plan.cu_bins.tolist() == expected.cu_bins.tolist()
 

@@ -23,8 +23,6 @@ from trajpack.packing.report.figures import (
     KINDS,
     MOST_BYTES,
     MOST_ROW_BYTES,
-    ReportOptions,
-    attention_pairs,
     figures_of,
     kinds_of,
     page_json,
@@ -90,7 +88,7 @@ def test_every_token_has_one_kind(batch: PackedBatch) -> None:
 
 
 def test_tokens_are_those_of_layouts_and_tree(batch: PackedBatch) -> None:
-    tokens = figures_of(batch, ReportOptions())["tokens"]
+    tokens = figures_of(batch)["tokens"]
     layouts = batch.layout_tokens()
     assert (tokens["turns"], tokens["merged"]) == layouts
     assert tokens["packed"] == batch.num_tokens
@@ -99,37 +97,29 @@ def test_tokens_are_those_of_layouts_and_tree(batch: PackedBatch) -> None:
     assert sum(tokens[kind] for kind in KINDS) == batch.num_tokens
 
 
-def test_plans_are_those_of_the_planner(batch: PackedBatch) -> None:
-    plans = figures_of(batch, ReportOptions(capacity=64, align=4))["plans"]
-    assert plans["shown"] == {"capacity": 64, "algorithm": "best_fit_decreasing"}
-    assert len(plans["cases"]) == len(plans["capacities"]) * len(plans["algorithms"])
-    for case in plans["cases"]:
-        plan = plan_micro_batches(
-            batch.seqlens, case["capacity"], algorithm=case["algorithm"], align=4
-        )
-        counted = plan.statistics()
-        assert case["micro_batches"] == len(plan)
-        assert case["fill"] == round(plan.fill, 4)
-        bars = np.array(case["bars"])
-        assert bars.shape == (7, len(plan))
-        assert (bars.sum(0) == case["capacity"]).all()
-        assert bars[:4].sum() == batch.num_tokens
-        causes = [counted.padding_alignment, counted.padding_tail, counted.padding_dummy]
-        assert bars[4:].sum(1).tolist() == causes
-        assert [case["alignment"], case["tail"], case["dummy"]] == causes
+def test_micro_batches_are_those_of_the_planner(batch: PackedBatch) -> None:
+    found = figures_of(batch, capacity=64, align=4)["plan"]
+    plan = plan_micro_batches(batch.seqlens, 64, align=4)
+    counted, bars = plan.statistics(), np.array(found["bars"])
+    assert (found["capacity"], found["align"], found["at_once"]) == (64, 4, 1)
+    assert (found["micro_batches"], found["fill"]) == (len(plan), round(plan.fill, 4))
+    assert bars.shape == (7, len(plan))
+    assert (bars.sum(0) == 64).all()
+    assert bars[:4].sum() == batch.num_tokens
+    causes = [counted.padding_alignment, counted.padding_tail, counted.padding_dummy]
+    assert bars[4:].sum(1).tolist() == causes == [found[k] for k in ("alignment", "tail", "dummy")]
 
 
 def test_many_micro_batches_are_drawn_as_few_bars() -> None:
     batch = pack([Trajectory(str(i), [Turn([1, 2], [3], [-0.1])]) for i in range(500)])
-    plans = figures_of(batch, ReportOptions(capacity=3))["plans"]
-    case = next(one for one in plans["cases"] if one["capacity"] == 3)
-    assert (case["micro_batches"], case["at_once"]) == (500, 8)
-    assert np.array(case["bars"]).sum() == batch.num_tokens == 1500
+    plan = figures_of(batch, capacity=3)["plan"]
+    assert (plan["micro_batches"], plan["at_once"]) == (500, 8)
+    assert np.array(plan["bars"]).sum() == batch.num_tokens == 1500
 
 
 def test_ranks_have_all_pairs(batch: PackedBatch) -> None:
-    ranks = figures_of(batch, ReportOptions(num_ranks=3))["ranks"]
-    pairs = attention_pairs(np.array(batch.seqlens))
+    ranks = figures_of(batch, num_ranks=3)["ranks"]
+    pairs = np.array([n * (n + 1) // 2 for n in batch.seqlens])
     for way in ("planned", "in_order"):
         assert sum(ranks[way]["pairs"]) == pairs.sum()
         assert sum(ranks[way]["tokens"]) == batch.num_tokens
@@ -137,7 +127,7 @@ def test_ranks_have_all_pairs(batch: PackedBatch) -> None:
 
 
 def test_groups_and_trajectories_have_their_rewards_and_advantages(batch: PackedBatch) -> None:
-    figures = figures_of(batch, ReportOptions())
+    figures = figures_of(batch)
     rows, trajectories = figures["trajectories"]["rows"], batch.unpack()
     assert batch.advantages is not None
     for index, (row, trajectory) in enumerate(zip(rows, trajectories, strict=True)):
@@ -156,7 +146,7 @@ def test_groups_and_trajectories_have_their_rewards_and_advantages(batch: Packed
 
 def test_breaks_are_those_of_the_tree() -> None:
     trajectories = conversations(24)
-    found = figures_of(pack(trajectories), ReportOptions())["breaks"]
+    found = figures_of(pack(trajectories))["breaks"]
     breaks = pack_tree(trajectories).statistics().breaks
     assert len(breaks) > 3
     assert [one["position"] for one in found["shown"]] == [one.position for one in breaks]
@@ -170,16 +160,16 @@ def test_breaks_are_those_of_the_tree() -> None:
 
 
 def test_a_batch_without_sequences_and_one_without_generated_tokens() -> None:
-    assert figures_of(pack([]), ReportOptions())["plans"]["cases"] == []
+    assert figures_of(pack([]))["plan"] is None
     silent = pack([Trajectory("a", [Turn([1, 2], [], [])])])
-    rows = figures_of(silent.with_advantages(GRPO(singleton="raw")), ReportOptions())
+    rows = figures_of(silent.with_advantages(GRPO(singleton="raw")))
     assert rows["trajectories"]["rows"][0]["advantage"] == 0
 
 
 def test_a_page_has_as_much_text_as_there_is_room_for() -> None:
     turns = [Turn(list(range(50)), list(range(200)), [-0.5] * 200)]
     batch = pack([Trajectory(f"{'<' * 90}{i}", turns) for i in range(3000)])
-    found = figures_of(batch, ReportOptions(), decode=lambda ids: "<é\x1b" * len(ids))
+    found = figures_of(batch, decode=lambda ids: "<é\x1b" * len(ids))
     trajectories = found["trajectories"]
     rows = trajectories["rows"]
     assert len(rows) + trajectories["left_out"] == 3000
@@ -196,7 +186,7 @@ def test_a_character_of_several_tokens_is_one_piece() -> None:
     text = "a漢é".encode()
     turn = Turn([1], list(text), [-0.5] * len(text))
     batch = pack([Trajectory("a", [turn])])
-    figures = figures_of(batch, ReportOptions(), lambda ids: bytes(ids).decode(errors="replace"))
+    figures = figures_of(batch, decode=lambda ids: bytes(ids).decode(errors="replace"))
     [[_, generated]] = figures["trajectories"]["rows"][0]["sequences"]
     assert [piece.text for piece in generated["pieces"]] == ["a", "漢", "é"]
 
@@ -207,20 +197,14 @@ def test_a_character_of_several_tokens_is_one_piece() -> None:
         ({"capacity": 2.5}, TypeError, "capacity must be an integer, got 2.5"),
         ({"num_ranks": 0}, ValueError, "num_ranks must be 1 or more, got 0"),
         ({"align": True}, TypeError, "align must be an integer, got True"),
+        ({"capacity": 4, "align": 4}, ValueError, r"capacity must be \d+ or more, the aligned tok"),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, Any], error: type, words: str) -> None:
     with pytest.raises(error, match=words):
-        ReportOptions(**options)
+        figures_of(pack(conversations(8)), **options)
 
 
 def test_figures_are_json(batch: PackedBatch) -> None:
-    figures = figures_of(batch, ReportOptions())
+    figures = figures_of(batch)
     assert json.loads(page_json(figures)) == json.loads(json.dumps(figures))
-
-
-def test_a_capacity_below_the_longest_sequence_is_refused() -> None:
-    batch = pack(conversations(8))
-    longest = -(-batch.max_seqlen // 4) * 4
-    with pytest.raises(ValueError, match=f"capacity must be {longest} or more"):
-        figures_of(batch, ReportOptions(capacity=longest - 1, align=4))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from trajpack.agent.protocols import GenerationOutput, Prompt
@@ -43,15 +44,15 @@ class Characters:
     def decode(
         self, ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
     ) -> str:
-        assert skip_special_tokens
         assert not clean_up_tokenization_spaces
-        return "".join(map(chr, ids)).replace(END, "")
+        text = "".join(map(chr, ids))
+        return text.replace(END, "") if skip_special_tokens else text
 
 
 class Script:
-    """An engine of one episode that says one text after the other."""
+    """An engine of one episode that says one text after the other, or a reply that differs."""
 
-    def __init__(self, texts: Iterable[str]) -> None:
+    def __init__(self, texts: Iterable[str | dict[str, Any]]) -> None:
         self.texts = list(texts)
         self.prompts: list[str] = []
         self.obs_queue: asyncio.Queue[Any] = asyncio.Queue()
@@ -61,14 +62,15 @@ class Script:
         for text in self.texts:
             qid, ids, _ = await self.obs_queue.get()
             self.prompts.append("".join(map(chr, ids)))
-            said = [ord(c) for c in text]
-            no_eos = not text.endswith(END)
+            changes = text if isinstance(text, dict) else {}
+            said = [ord(c) for c in (END if changes else text)]
+            no_eos = not said or chr(said[-1]) != END
             reply = GenerationOutput(qid, ids, said, [-0.5] * len(said), no_eos, 0, 0)
-            await self.act_queue.put(reply)
+            await self.act_queue.put(replace(reply, **changes))
 
 
 def collect(
-    agent: Any, env: Any, texts: Iterable[str], *, prompt: Prompt | None = None
+    agent: Any, env: Any, texts: Iterable[Any], *, prompt: Prompt | None = None
 ) -> tuple[Trajectory, list[str]]:
     """Run one episode; return its trajectory and the prompts that the engine saw."""
     return asyncio.run(collect_async(agent, env, texts, prompt=prompt))
@@ -77,7 +79,7 @@ def collect(
 async def collect_async(
     agent: Any,
     env: Any,
-    texts: Iterable[str],
+    texts: Iterable[Any],
     *,
     prompt: Prompt | None = None,
 ) -> tuple[Trajectory, list[str]]:

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,21 @@ from hypothesis import given, settings, strategies as st
 
 from trajpack.agent.agents.answer_log import AnswerLog, LoggedTurn, answer_file_name
 
-any_qid = st.text(st.characters(categories=None), max_size=300) | st.text("aA./%~\\ ", max_size=6)
+parts = [
+    *"aA./%~\\- \0\ud800",
+    "%2e",
+    "CON",
+    "ß",
+    "a\u0308",
+    "\u017f",
+    "x" * 161,
+    "X" * 161,
+    ".txt",
+]
+any_qid = st.one_of(
+    st.text(st.characters(categories=None), max_size=300),
+    st.lists(st.sampled_from(parts), max_size=6).map("".join),
+)
 
 
 def logged(turn: int = 0, **changes: Any) -> LoggedTurn:
@@ -65,18 +77,6 @@ def test_the_text_file_shows_prompt_and_answer_of_each_turn(tmp_path: Path) -> N
     )
 
 
-def test_a_relative_folder_is_the_one_it_named_at_the_beginning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in "ab":
-        (tmp_path / name).mkdir()
-    monkeypatch.chdir(tmp_path / "a")
-    log = AnswerLog("answers")
-    monkeypatch.chdir(tmp_path / "b")
-    asyncio.run(log.write("q0", [logged()]))
-    assert files(tmp_path) == ["a/answers/0/q0.jsonl", "a/answers/0/q0.txt"]
-
-
 def test_a_later_episode_of_the_same_id_replaces_the_earlier(tmp_path: Path) -> None:
     write(tmp_path, "q0", logged(0), logged(1))
     write(tmp_path, "q0", logged(0))
@@ -118,29 +118,10 @@ def test_a_file_name_is_one_component_of_a_path_that_a_file_system_takes(qid: st
     name = answer_file_name(qid)
     assert Path(name).parts == (name,)
     assert name.isascii()
+    assert name.isprintable()
+    assert not set(name) & set("/\\\0 ")
     assert not name.startswith((".", "-"))
     assert 0 < len(name) <= 200
-
-
-@pytest.mark.attack
-def test_no_two_of_many_ids_share_a_name_and_none_is_a_path(tries: Callable[[int], int]) -> None:
-    """Ids made of what paths, escapes, cases and lengths are confused by."""
-    draw = random.Random(14)
-    parts = [*"aAbBzZ019", ".", "..", "/", "\\", "%", "%2e", "%2E", "%25", "~", "-", "_", " ", "@"]
-    parts += ["\0", "\n", ":", "CON", "nul", "ä", "Ä", "a\u0308", "ß", "\u017f", "İ", "\u200d"]
-    parts.append("\ud800")
-    parts += ["x" * 80, "X" * 80, "x" * 161, "~4d98893e06cf666506fff580b92c7ff2", ".txt", ".jsonl"]
-    qids = {"".join(draw.choices(parts, k=draw.randrange(9))) for _ in range(tries(300_000))}
-    names: dict[str, str] = {}
-    for qid in qids:
-        name = answer_file_name(qid)
-        other = names.setdefault(name.lower(), qid)
-        assert other == qid, (name, other, qid)
-        assert name.isascii(), qid
-        assert name.isprintable(), qid
-        assert not set(name) & set("/\\\0 "), qid
-        assert not name.startswith((".", "-")), qid
-        assert 0 < len(name) <= 200, qid
 
 
 @pytest.mark.parametrize("qid", ["q0@0", "gsm8k_test-17@3", "abc@idx:0-1", "a.b,c=d+e"])

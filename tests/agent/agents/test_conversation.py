@@ -24,15 +24,15 @@ from trajpack.packing.ragged import Ragged
 class Judge:
     """An environment that returns, or raises, what it was given."""
 
-    def __init__(self, outcome: Any = None) -> None:
-        self.outcome = outcome
+    def __init__(self, outcome: Any = None, *, ended: Any = True) -> None:
+        self.outcome, self.ended = outcome, ended
 
     async def reset(self) -> Any:
         return self._outcome()
 
     async def step(self, action: Any) -> Any:
         assert action == ("q0@0", ["2"])
-        return None, self._outcome(), True, False, {}
+        return None, self._outcome(), self.ended, False, {}
 
     def _outcome(self) -> Any:
         if isinstance(self.outcome, BaseException):
@@ -76,12 +76,24 @@ def test_a_reply_that_belongs_is_kept_as_arrays(kind: Any) -> None:
     assert (completion.ids.dtype, completion.logprobs.dtype) == (np.int32, np.float32)
 
 
-def test_what_is_asked_is_a_copy_of_the_conversation() -> None:
-    asked = episode()
-    ask(says(), asked)
-    qid, token_ids, gconfig = asked.obs_queue.get_nowait()
+def test_a_turn_has_the_rows_and_versions_of_its_reply() -> None:
+    held = episode()
+    mask, spans = Ragged([0, 2, 3], [7, 9, 8]), [(3, 0, 1), (4, 1, 2)]
+    needs_gradient = torch.tensor([-0.5, -0.25], requires_grad=True)
+    held.keep(ask(says(fields={"sampling_mask": mask}, version_spans=spans), held))
+    qid, token_ids, gconfig = held.obs_queue.get_nowait()
     assert (qid, token_ids, gconfig) == ("q0@0", [5, 6], "sampling")
-    assert token_ids is not asked.token_ids
+    assert token_ids is not held.token_ids
+    more = {"output_logprobs": needs_gradient, "no_eos": np.bool_(True)}
+    held.keep(ask(says(prompt_ids=[5, 6, 7, 8], **more), held))
+    first, second = held.turns()
+    assert (first.fields, second.fields) == ({"sampling_mask": mask}, None)
+    assert (first.version_start, first.version_end, first.version_spans) == (3, 4, spans)
+    assert (list(second.completion_logprobs), second.truncated) == ([-0.5, -0.25], True)
+    refusal = GenerationError("q0@0", "too long")
+    with pytest.raises(GenerationError) as caught:
+        ask(refusal)
+    assert caught.value is refusal
 
 
 def test_the_turns_are_views_of_one_conversation() -> None:
@@ -96,14 +108,6 @@ def test_the_turns_are_views_of_one_conversation() -> None:
     assert [turn.reward for turn in (first, second)] == [1.0, -1.0]
     assert [turn.truncated for turn in (first, second)] == [False, True]
     assert np.shares_memory(first.prompt_ids, second.prompt_ids)  # type: ignore[arg-type]
-
-
-def test_rows_of_a_reply_become_fields_of_its_turn() -> None:
-    held = episode()
-    mask = Ragged([0, 2, 3], [7, 9, 8])
-    held.keep(ask(says(fields={"sampling_mask": mask}), held))
-    held.keep(ask(says(prompt_ids=[5, 6, 7, 8]), held))
-    assert [turn.fields for turn in held.turns()] == [{"sampling_mask": mask}, None]
 
 
 @pytest.mark.parametrize(
@@ -142,13 +146,6 @@ def test_rows_of_a_reply_become_fields_of_its_turn() -> None:
 def test_a_reply_that_does_not_belong_is_refused(reply: Any, message: str) -> None:
     with pytest.raises(MalformedResponseError, match=f"'q0@0': turn 0: .*{message}"):
         ask(reply)
-
-
-def test_an_error_of_the_engine_is_raised_as_it_is() -> None:
-    refusal = GenerationError("q0@0", "too long")
-    with pytest.raises(GenerationError) as caught:
-        ask(refusal)
-    assert caught.value is refusal
 
 
 def test_a_full_observation_queue_counts_towards_the_timeout() -> None:
@@ -193,52 +190,30 @@ def test_a_failing_environment_is_the_cause_of_the_error(
     assert caught.value.__cause__ is failure
 
 
-@pytest.mark.parametrize("successes", [None, [], [1, 0], ["x"], [float("nan")], 1])
-def test_an_environment_must_return_one_success(successes: Any) -> None:
-    with pytest.raises(EnvironmentFailedError, match=r"'q0@0': turn 0: .*environment"):
+@pytest.mark.parametrize(
+    ("successes", "words"),
+    [
+        *((value, "") for value in (None, [], [1, 0], ["x"], [float("nan")], 1)),
+        (1.0, "the rewards, must be a list of one number, got float"),
+    ],
+)
+def test_an_environment_must_return_one_success(successes: Any, words: str) -> None:
+    with pytest.raises(EnvironmentFailedError, match=f"'q0@0': turn 0: .*environment.*{words}"):
         asyncio.run(episode(successes).judge("2"))
 
 
-def test_a_reward_that_is_no_list_is_named() -> None:
-    said = "the rewards, must be a list of one number, got float"
-    with pytest.raises(EnvironmentFailedError, match=said):
-        asyncio.run(episode(1.0).judge("2"))
+def test_a_qid_is_a_string_and_an_end_is_one_truth_value() -> None:
+    queues = asyncio.Queue[Any](), asyncio.Queue[Any]()
+    with pytest.raises(EpisodeError, match="episode 7: turn 0: the qid must be a str, got int"):
+        asyncio.run(Conversation(7, Judge(), *queues).begin([1]))  # type: ignore[arg-type]
+    ended = Judge([1], ended=np.array([True, False]))
+    with pytest.raises(EpisodeError, match="'q0@0': turn 0: the environment's step failed"):
+        asyncio.run(Conversation("q0@0", ended, *queues).judge("2"))
 
 
 @pytest.mark.parametrize("success", [True, 1, 1.0, np.bool_(True), np.float32(1)])
 def test_a_success_may_be_any_number(success: Any) -> None:
     assert asyncio.run(episode([success]).judge("2")) == (1.0, True)
-
-
-def test_log_probabilities_may_need_a_gradient_and_an_end_be_said_by_numpy() -> None:
-    logprobs = torch.tensor([-0.5, -0.25], requires_grad=True)
-    completion = ask(says(output_logprobs=logprobs, no_eos=np.bool_(True)))
-    assert completion.logprobs.tolist() == [-0.5, -0.25]
-
-
-def test_versions_left_at_zero_are_taken_from_the_spans() -> None:
-    held = episode()
-    spans = [(3, 0, 1), (4, 1, 2)]
-    held.keep(ask(says(version_spans=spans), held))
-    (turn,) = held.turns()
-    assert (turn.version_start, turn.version_end, turn.version_spans) == (3, 4, spans)
-
-
-def test_a_qid_must_be_a_string() -> None:
-    unnamed = Conversation(7, Judge(), asyncio.Queue(), asyncio.Queue())  # type: ignore[arg-type]
-    with pytest.raises(EpisodeError, match="episode 7: turn 0: the qid must be a str, got int"):
-        asyncio.run(unnamed.begin([1]))
-
-
-@pytest.mark.parametrize("ended", [np.array([True, False]), torch.tensor([1, 2])])
-def test_an_end_of_the_environment_must_be_one(ended: Any) -> None:
-    class Ends(Judge):
-        async def step(self, action: Any) -> Any:
-            return None, [1], ended, False, {}
-
-    asked = Conversation("q0@0", Ends(), asyncio.Queue(), asyncio.Queue())
-    with pytest.raises(EpisodeError, match="'q0@0': turn 0: the environment's step failed"):
-        asyncio.run(asked.judge("2"))
 
 
 @pytest.mark.parametrize("failure", [asyncio.CancelledError(), ZeroDivisionError("oh")])

@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,31 +10,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from tests.agent.agents.chat_cases import END, Characters, collect, collect_async
 from trajpack.agent.agents.math_multi_turn import MathMultiTurnAgent
 from trajpack.agent.errors import EpisodeError
-from trajpack.agent.protocols import GenerationOutput, Prompt, SamplingParams
+from trajpack.agent.protocols import Prompt, SamplingParams
 from trajpack.packing.types import Trajectory
 
-RIGHT = "\n<user>Congratulations! You are correct!<assistant>"
-WRONG = "\n<user>Unfortunately your answer is wrong. Let's try again.<assistant>"
-
-
-class Characters:
-    """A tokenizer whose tokens are characters; token 0 is special."""
-
-    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> str:
-        assert options == {"tokenize": False, "add_generation_prompt": True}
-        (message,) = messages
-        return f"<{message['role']}>{message['content']}<assistant>"
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return [0] * add_special_tokens + [ord(char) for char in text]
-
-    def decode(
-        self, ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
-    ) -> str:
-        assert not clean_up_tokenization_spaces
-        return "".join(chr(i) if i else "<end>" for i in ids if i or not skip_special_tokens)
+RIGHT = f"\n<user>Congratulations! You are correct!{END}\n<assistant>"
+WRONG = f"\n<user>Unfortunately your answer is wrong. Let's try again.{END}\n<assistant>"
+PROMPT = Prompt("q0@0", [ord(char) for char in "1+1?"])
 
 
 class Judge:
@@ -57,42 +40,6 @@ class Judge:
         return None, [self.successes[turn]], turn == self.terminated_at, False, {}
 
 
-class Queues:
-    """An engine that answers from a list, over real queues."""
-
-    def __init__(self, replies: list[Any]) -> None:
-        self.replies = replies
-        self.observations: list[tuple[str, list[int], Any]] = []
-        self.obs_queue: asyncio.Queue[Any] = asyncio.Queue()
-        self.act_queue: asyncio.Queue[Any] = asyncio.Queue()
-
-    async def serve(self) -> None:
-        for reply in self.replies:
-            qid, token_ids, gconfig = await self.obs_queue.get()
-            self.observations.append((qid, list(token_ids), gconfig))
-            made = reply(qid, list(token_ids)) if callable(reply) else reply
-            token_ids.append(-1)  # what was put on the queue is the engine's to spoil
-            await self.act_queue.put(made)
-
-
-def says(text: str, **changes: Any) -> Callable[[str, list[int]], GenerationOutput]:
-    ids = [ord(char) for char in text] + [0]
-
-    def reply(qid: str, token_ids: list[int]) -> GenerationOutput:
-        fields: dict[str, Any] = {
-            "qid": qid,
-            "prompt_ids": token_ids,
-            "output_ids": ids,
-            "output_logprobs": [-0.5] * len(ids),
-            "no_eos": False,
-            "version_start": 0,
-            "version_end": 0,
-        }
-        return GenerationOutput(**(fields | changes))
-
-    return reply
-
-
 def make(**options: Any) -> MathMultiTurnAgent:
     defaults: dict[str, Any] = {
         "gconfig": SamplingParams(max_new_tokens=8),
@@ -102,26 +49,12 @@ def make(**options: Any) -> MathMultiTurnAgent:
     return MathMultiTurnAgent(**(defaults | options))
 
 
-async def collect(
-    agent: MathMultiTurnAgent, env: Any, queues: Queues, prompt: Prompt | None = None
-) -> Trajectory:
-    prompt = prompt or Prompt("q0@0", [ord(char) for char in "1+1?"])
-    server = asyncio.ensure_future(queues.serve())
-    try:
-        (trajectory,) = await agent.collect_trajectory(
-            prompt, env, queues.obs_queue, queues.act_queue
-        )
-    finally:
-        server.cancel()
-    return trajectory
+def run(agent: MathMultiTurnAgent, env: Any, *texts: Any) -> tuple[Trajectory, list[str]]:
+    return collect(agent, env, texts, prompt=PROMPT)
 
 
-def run(agent: MathMultiTurnAgent, env: Any, *replies: Any) -> tuple[Trajectory, Queues]:
-    async def episode() -> tuple[Trajectory, Queues]:
-        queues = Queues(list(replies))
-        return await collect(agent, env, queues), queues
-
-    return asyncio.run(episode())
+def says(*texts: str) -> list[str]:
+    return [text + END for text in texts]
 
 
 def text_of(ids: Any) -> str:
@@ -130,9 +63,8 @@ def text_of(ids: Any) -> str:
 
 def test_each_prompt_is_the_conversation_so_far_and_the_feedback() -> None:
     env = Judge(False, True, True)
-    trajectory, queues = run(make(num_turns=3), env, says("3"), says("2"), says("2."))
-    texts = [text_of(ids) for _, ids, _ in queues.observations]
-    assert texts == ["1+1?", f"1+1?3\0{WRONG}", f"1+1?3\0{WRONG}2\0{RIGHT}"]
+    trajectory, texts = run(make(num_turns=3), env, *says("3", "2", "2."))
+    assert texts == ["1+1?", f"1+1?3{END}{WRONG}", f"1+1?3{END}{WRONG}2{END}{RIGHT}"]
     assert [text_of(turn.prompt_ids) for turn in trajectory.turns] == texts
     assert env.actions == [("q0@0", ["3"]), ("q0@0", ["2"]), ("q0@0", ["2."])]
 
@@ -143,14 +75,15 @@ def test_a_reward_is_plus_or_minus_one_less_the_bias_times_the_scale(
     success: bool, scaling: float, bias: float
 ) -> None:
     agent = make(num_turns=1, reward_scaling=scaling, reward_bias=bias)
-    trajectory, _ = run(agent, Judge(success), says("2"))
+    trajectory, _ = run(agent, Judge(success), *says("2"))
     assert trajectory.turns[0].reward == ((1.0 if success else -1.0) - bias) * scaling
 
 
 def test_a_trajectory_carries_what_the_engine_and_the_prompt_said() -> None:
     agent = make(num_turns=1, turn_level_discount=0.5)
     spans = [(3, 0, 1), (4, 1, 2)]
-    reply = says("2", no_eos=True, version_start=3, version_end=4, version_spans=spans)
+    reply: dict[str, Any] = {"output_ids": [50, 0], "output_logprobs": [-0.5] * 2, "no_eos": True}
+    reply |= {"version_start": 3, "version_end": 4, "version_spans": spans}
     before = time.time() * 1000
     trajectory, _ = run(agent, Judge(1), reply)
     (turn,) = trajectory.turns
@@ -162,8 +95,7 @@ def test_a_trajectory_carries_what_the_engine_and_the_prompt_said() -> None:
 
 
 def test_an_empty_completion_is_a_turn() -> None:
-    reply = says("", output_ids=[], output_logprobs=[])
-    trajectory, _ = run(make(num_turns=2), Judge(False, False), reply, says("2"))
+    trajectory, _ = run(make(num_turns=2), Judge(False, False), "", *says("2"))
     assert len(trajectory.turns[0].completion_ids) == 0
     assert text_of(trajectory.turns[1].prompt_ids) == f"1+1?{WRONG}"
 
@@ -176,27 +108,28 @@ def test_an_empty_completion_is_a_turn() -> None:
     ],
 )
 def test_the_episode_goes_on_unless_told_to_stop(judge: Any, option: str) -> None:
-    replies = [says("1"), says("2"), says("3")]
+    replies = says("1", "2", "3")
     assert len(run(make(num_turns=3), judge(), *replies)[0].turns) == 3
     assert len(run(make(num_turns=3, **{option: True}), judge(), *replies)[0].turns) == 2
 
 
 def test_no_turn_is_asked_that_might_not_fit() -> None:
-    second_prompt = len(f"1+1?2\0{WRONG}")
-    replies = [says("2"), says("2")]
+    second_prompt = len(f"1+1?2{END}{WRONG}")
+    replies = says("2", "2")
     fits = make(num_turns=2, max_total_tokens=second_prompt + 8)
     assert len(run(fits, Judge(0, 0), *replies)[0].turns) == 2
     too_short = make(num_turns=2, max_total_tokens=second_prompt + 7)
-    trajectory, queues = run(too_short, Judge(0, 0), *replies)
-    assert len(trajectory.turns) == len(queues.observations) == 1
-    with pytest.raises(EpisodeError, match=r"'q0@0'.* 4 tokens .* max_total_tokens=11"):
-        run(make(max_total_tokens=11), Judge())
+    trajectory, prompts = run(too_short, Judge(0, 0), *replies)
+    assert len(trajectory.turns) == len(prompts) == 1
+    for sampling in (SamplingParams(8), {"max_new_tokens": 8, "n": 1}):
+        with pytest.raises(EpisodeError, match=r"'q0@0'.* 4 tokens .*to 8 .*max_total_tokens=11"):
+            run(make(max_total_tokens=11, gconfig=sampling), Judge())
 
 
 def test_a_lost_reply_ends_the_episode() -> None:
     agent = make(num_turns=2, generation_timeout=0.05)
     with pytest.raises(EpisodeError, match=r"'q0@0': turn 1: no reply within 0\.05 s"):
-        run(agent, Judge(0), says("1"))
+        run(agent, Judge(0), *says("1"))
 
 
 def test_a_cancelled_episode_names_itself_and_leaves_no_log(tmp_path: Path) -> None:
@@ -209,7 +142,7 @@ def test_a_cancelled_episode_names_itself_and_leaves_no_log(tmp_path: Path) -> N
                 return await super().step(action)
 
         agent = make(answer_save_path=tmp_path)
-        episode = asyncio.ensure_future(collect(agent, Tells(0), Queues([says("1")])))
+        episode = asyncio.ensure_future(collect_async(agent, Tells(0), says("1"), prompt=PROMPT))
         await is_judged.wait()
         episode.cancel()
         with pytest.raises(asyncio.CancelledError, match="'q0@0': cancelled in turn 1"):
@@ -223,19 +156,19 @@ def test_a_cancelled_episode_names_itself_and_leaves_no_log(tmp_path: Path) -> N
 def test_cancellation_by_a_timeout_of_the_caller_stays_a_timeout() -> None:
     async def limited() -> None:
         async with asyncio.timeout(0.01):
-            await collect(make(), Judge(0), Queues([]))
+            await collect_async(make(), Judge(0), [])
 
     with pytest.raises(TimeoutError):
         asyncio.run(limited())
 
 
 def test_the_log_shows_each_turn_with_its_own_prompt(tmp_path: Path) -> None:
-    run(make(num_turns=2, answer_save_path=tmp_path), Judge(0, 1), says("3"), says("2"))
+    run(make(num_turns=2, answer_save_path=tmp_path), Judge(0, 1), *says("3", "2"))
     text = (tmp_path / "0" / "q0@0.txt").read_text()
     first, second = text.split("\n\n")[:2]
     assert first.splitlines()[-4:] == ["prompt (4 tokens):", "    1+1?", *first.splitlines()[-2:]]
     assert first.endswith("answer (2 tokens):\n    3")
-    assert "    1+1?3<end>\n    <user>Unfortunately" in second
+    assert f"    1+1?3{END}\n    <user>Unfortunately" in second
     assert second.endswith("answer (2 tokens):\n    2")
 
 
@@ -255,7 +188,7 @@ def test_a_log_that_cannot_be_written_costs_a_warning_not_the_trajectory(
         folder.write_text("a file where a folder should be")
     agent = make(num_turns=1, answer_save_path=folder, tokenizer=tokenizer)
     with caplog.at_level(logging.WARNING, "trajpack"):
-        trajectory, _ = run(agent, Judge(1), says("2"))
+        trajectory, _ = run(agent, Judge(1), *says("2"))
     assert len(trajectory.turns) == 1
     assert "episode 'q0@0': its answers were not logged" in caplog.text
 
@@ -264,8 +197,6 @@ def test_a_log_that_cannot_be_written_costs_a_warning_not_the_trajectory(
     ("options", "message"),
     [
         ({"gconfig": SimpleNamespace(n=2)}, r"gconfig\.n must be 1, got 2"),
-        ({"gconfig": {"n": 2}}, r"gconfig\.n must be 1, got 2"),
-        ({"gconfig": SimpleNamespace(n_samples=4)}, r"gconfig\.n_samples must be 1, got 4"),
         ({"gconfig": {"n_samples": 4}}, r"gconfig\.n_samples must be 1, got 4"),
         ({"tokenizer": "no/such-folder"}, "cannot load a tokenizer from no/such-folder"),
         ({"num_turns": 0}, "num_turns must be at least 1, got 0"),
@@ -294,12 +225,6 @@ def test_numbers_of_turns_and_tokens_are_integers(options: dict[str, Any]) -> No
         make(**options)
 
 
-def test_a_limit_is_read_from_sampling_given_as_keys() -> None:
-    agent = make(max_total_tokens=11, gconfig={"max_new_tokens": 8, "n": 1})
-    with pytest.raises(EpisodeError, match=r"'q0@0'.* 4 tokens .* up to 8 .* max_total_tokens=11"):
-        run(agent, Judge())
-
-
 @pytest.mark.parametrize("decoded", [ValueError("no such token"), 7])
 def test_a_completion_that_cannot_be_decoded_ends_the_episode(decoded: Any) -> None:
     class Fails(Characters):
@@ -309,24 +234,24 @@ def test_a_completion_that_cannot_be_decoded_ends_the_episode(decoded: Any) -> N
             return decoded
 
     with pytest.raises(EpisodeError, match=r"'q0@0': turn 0: its text could not be decoded: "):
-        run(make(tokenizer=Fails()), Judge(1), says("2"))
+        run(make(tokenizer=Fails()), Judge(1), *says("2"))
 
 
 def test_a_reward_beyond_float32_ends_the_episode() -> None:
     with pytest.raises(EpisodeError, match=r"'q0@0': turn 0: its reward is out of range"):
-        run(make(reward_scaling=1e300), Judge(1), says("2"))
+        run(make(reward_scaling=1e300), Judge(1), *says("2"))
 
 
 def test_many_episodes_share_one_agent() -> None:
-    async def all_of_them() -> list[Trajectory]:
+    async def all_of_them() -> list[Any]:
         agent = make(num_turns=3)
         prompts = [Prompt(f"q{i}", [65 + i]) for i in range(20)]
         episodes = [
-            collect(agent, Judge(0, i % 2, 1), Queues([says(str(i))] * 3), prompt)
+            collect_async(agent, Judge(0, i % 2, 1), says(str(i)) * 3, prompt=prompt)
             for i, prompt in enumerate(prompts)
         ]
         return await asyncio.gather(*episodes)
 
-    for i, trajectory in enumerate(asyncio.run(all_of_them())):
-        start = f"{chr(65 + i)}{i}\0{WRONG}{i}\0{RIGHT if i % 2 else WRONG}"
+    for i, (trajectory, _) in enumerate(asyncio.run(all_of_them())):
+        start = f"{chr(65 + i)}{i}{END}{WRONG}{i}{END}{RIGHT if i % 2 else WRONG}"
         assert text_of(trajectory.turns[2].prompt_ids) == start

@@ -80,26 +80,22 @@ def start_as(
     at_once: int = 2,
     cancel_s: float | None = None,
     prefix: Sequence[str] = (),
-    env: dict[str, str] | None = None,
     **limits: Any,
 ) -> subprocess.Popen[bytes]:
     """Start a process of a user that runs programs and prints their results.
 
     Args:
         user: Of `USERS`.
-        programs: To be run.
-        stdin: Of each program.
+        programs: To be run, each with ``stdin`` and within ``limits``.
         at_once: Programs at the same time.
         cancel_s: Seconds after which each program is cancelled.
         prefix: Command that runs the process.
-        env: Environment variables of the process; those of this one if None.
-        limits: Of each program.
     """
     command, options = command_of(user)
     request = {"sources": str(SOURCES), "programs": list(programs), "stdin": stdin}
     request |= {"at_once": at_once, "cancel_s": cancel_s, "limits": limits}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen([*prefix, *command, _RUN], env=env, **pipes, **options)
+    process = subprocess.Popen([*prefix, *command, _RUN], **pipes, **options)
     assert process.stdin is not None
     process.stdin.write(json.dumps(request).encode())
     process.stdin.close()

@@ -183,19 +183,15 @@ def make(*problems: CodeProblem, **options: Any) -> CodeEnvironment:
     return CodeEnvironment(problems, run_program=run_plainly, **options)
 
 
+def step(*action: Any) -> Any:
+    return lambda: run(make(DOUBLE).step(action))
+
+
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (
-            lambda: run(make(DOUBLE).step(("triple@0", ["x"]))),
-            ValueError,
-            "no problem has the id 'triple@0'",
-        ),
-        (
-            lambda: run(make(DOUBLE).step(("double@0", "x"))),
-            TypeError,
-            "the answers to 'double@0' must be a list of strings",
-        ),
+        (step("triple@0", ["x"]), ValueError, "no problem has the id 'triple@0'"),
+        (step("double@0", "x"), TypeError, "answers to 'double@0' must be a list of strings"),
         (lambda: make(DOUBLE, DOUBLE), ValueError, "problem id 'double' appears twice"),
         (lambda: make(DOUBLE, workers=0), ValueError, "workers must be at least 1, got 0"),
         (lambda: CodeProblem("empty"), ValueError, "problem 'empty' has no cases"),

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import gymnasium
@@ -26,10 +25,12 @@ class Guess(gymnasium.Env[str, int]):
     def __init__(self) -> None:
         self.made.append(self)
         self.threads: set[int] = set()
+        self.seeds: list[Any] = []
         self.is_closed = False
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
         super().reset(seed=seed)
+        self.seeds.append(seed)
         self.number = int(self.np_random.integers(10))
         return "guess", {"seed": seed}
 
@@ -94,45 +95,14 @@ def test_an_episode_is_the_same_for_the_same_name_or_seed() -> None:
     assert len({seed(0, "a", None), seed(0, "b", None), seed(1, "a", None)}) == 3
     assert seed(0, "a", 7) == seed(1, "b", 7) == 7
 
-
-def test_the_seed_of_a_prompt_is_that_of_the_episode() -> None:
-    seeds: list[Any] = []
-
-    class Sees(Guess):
-        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-            seeds.append(seed)
-            return super().reset(seed=seed)
-
-    @dataclass(frozen=True)
-    class Seeded(Prompt):
-        seed: int | None = None
-
-    async def play() -> None:
+    async def seed_of_prompt() -> int:
         agent = make(max_turns=1)
-        seeded = Seeded("q@0", agent.prompt_ids("Find it."), seed=11)
-        async with GymnasiumEnvironment(Sees, to_action=int) as env:
+        seeded = Prompt("q@0", agent.prompt_ids("Find it."), seed=11)
+        async with GymnasiumEnvironment(Guess, to_action=int) as env:
             await collect_async(agent, env, ["0"], prompt=seeded)
+        return Guess.made[-1].seeds[-1]
 
-    asyncio.run(play())
-    assert seeds == [11]
-
-
-def test_instances_are_used_again_and_never_by_two_episodes_at_once() -> None:
-    async def play() -> None:
-        agent = make(max_turns=3)
-        async with GymnasiumEnvironment(Guess, to_action=int, workers=2) as env:
-            for _ in range(3):
-                says = ["1", "1", "1"]
-                episodes = [
-                    collect_async(agent, env, says, prompt=prompt(agent, f"q@{i}"))
-                    for i in range(8)
-                ]
-                await asyncio.gather(*episodes)
-            assert 1 <= len(Guess.made) <= 8
-            assert not any(made.is_closed for made in Guess.made)
-
-    asyncio.run(play())
-    assert all(made.is_closed for made in Guess.made)
+    assert asyncio.run(seed_of_prompt()) == 11
 
 
 def test_many_episodes_are_rolled_out_each_in_an_instance_of_its_own() -> None:
@@ -154,6 +124,7 @@ def test_many_episodes_are_rolled_out_each_in_an_instance_of_its_own() -> None:
         assert len(Guess.made) <= 8
 
     asyncio.run(play())
+    assert all(made.is_closed for made in Guess.made)
 
 
 def test_an_episode_that_ends_early_gives_its_instance_back() -> None:
@@ -241,32 +212,29 @@ def test_frozen_lake_is_played() -> None:
     assert prompts[-1].endswith(f"down{END}\n<user>field 14{END}\n<assistant>")
 
 
-def test_wrong_actions_of_an_episode_are_refused() -> None:
-    async def ask(*actions: Any) -> None:
+OPEN, CLOSE = Opening("q@0"), Closing("q@0")
+
+
+@pytest.mark.parametrize(
+    ("actions", "error", "words"),
+    [
+        ([("q@0", ["1"])], ValueError, "no episode 'q@0' is open"),
+        ([OPEN, CLOSE, ("q@0", ["1"])], ValueError, "no episode 'q@0' is open"),
+        ([OPEN, ("q@0", ["1", "2"])], ValueError, "a list of one text for 'q@0', got 2"),
+        ([OPEN, ("q@0", [1])], TypeError, "expected a str for 'q@0', got int"),
+        ([None, OPEN], RuntimeError, "the environment is closed"),
+    ],
+)
+def test_wrong_actions_are_refused(actions: list[Any], error: type[Exception], words: str) -> None:
+    async def ask() -> None:
         async with GymnasiumEnvironment(Guess) as env:
             for action in actions:
-                await env.step(action)
+                await (env.close() if action is None else env.step(action))
 
-    with pytest.raises(ValueError, match="no episode 'q@0' is open"):
-        asyncio.run(ask(("q@0", ["1"])))
-    with pytest.raises(ValueError, match="no episode 'q@0' is open"):
-        asyncio.run(ask(Opening("q@0"), Closing("q@0"), ("q@0", ["1"])))
-    with pytest.raises(ValueError, match="a list of one text for 'q@0', got 2"):
-        asyncio.run(ask(Opening("q@0"), ("q@0", ["1", "2"])))
-    with pytest.raises(TypeError, match="expected a str for 'q@0', got int"):
-        asyncio.run(ask(Opening("q@0"), ("q@0", [1])))
+    with pytest.raises(error, match=words):
+        asyncio.run(ask())
     with pytest.raises(ValueError, match="workers must be at least 1, got 0"):
         GymnasiumEnvironment(Guess, workers=0)
-
-
-def test_a_closed_environment_opens_nothing() -> None:
-    async def ask() -> None:
-        env = GymnasiumEnvironment(Guess)
-        await env.close()
-        with pytest.raises(RuntimeError, match="the environment is closed"):
-            await env.step(Opening("q@0"))
-
-    asyncio.run(ask())
 
 
 def test_an_instance_that_cannot_be_closed_does_not_keep_others_open() -> None:

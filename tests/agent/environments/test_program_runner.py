@@ -86,54 +86,32 @@ ESCAPES = """
 open({secret!r})
 open({package!r})
 open("/etc/passwd")
-open("/etc/hostname")
-open("/root/.bashrc")
-open("/var/log/dpkg.log")
 open("/usr/bin/env")
-open("/bin/sh")
 open("/proc/self/environ")
 open("/proc/{parent}/environ")
-open("/proc/1/cmdline")
 open("/proc/self/root/etc/passwd")
 open("/proc/net/tcp")
-open("/proc/sys/kernel/core_pattern")
 open("/sys/class/net/lo/address")
 open("/dev/mem")
-open("/dev/kmsg")
 open("/dev/tty")
-open("/dev/ptmx")
-open("/dev/fuse")
 os.listdir("/etc")[1]
 os.listdir({folder!r})
-os.listdir("/tmp")
 os.listdir("/usr/lib/python3/dist-packages")[0]
 importlib.import_module("numpy")
-importlib.import_module("torch")
-importlib.import_module("pytest")
 open("new", "w")
 open("/tmp/new", "w")
 open("/dev/new", "w")
-open("/dev/shm/new", "w")
-open("/usr/lib/new", "w")
 open(os.__file__, "a")
-open(os.path.dirname(os.__file__) + "/new", "w")
 os.unlink(os.__file__)
-os.rename(os.__file__, os.__file__ + "2")
 os.chmod(os.__file__, 0o777)
-os.utime(os.__file__)
-os.truncate(os.__file__, 0)
 os.link(os.__file__, "/linked")
-os.symlink("/", "linked")
 os.mkdir("made")
-os.mkfifo("made")
 os.mknod("/dev/made", 0o600 | 8192, 259)
 os.execv("/bin/sh", ["sh"])
 1 // (os.system("true") == 0)
 os.kill({parent}, 0)
 os.kill({parent}, 9)
-os.killpg({parent}, 9)
 os.pidfd_open({parent})
-os.getpgid({parent})
 os.sched_setaffinity({parent}, [0])
 os.setpriority(os.PRIO_PROCESS, {parent}, 19)
 call("ptrace", 16, {parent}, 0, 0)
@@ -141,14 +119,10 @@ resource.prlimit({parent}, resource.RLIMIT_CPU)
 resource.setrlimit(resource.RLIMIT_CPU, (99, 99))
 resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
 resource.setrlimit(resource.RLIMIT_NPROC, (999, 999))
-resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
 os.setuid(0)
-os.setgid(0)
-os.setresuid(0, 0, 0)
 os.setgroups([])
 os.chroot("/")
 1 // (os.getsid(0) == 0)
-os.nice(-5)
 socket.sethostname("other")
 call("mount", b"none", b"/", b"tmpfs", 0, None)
 call("mount", None, b"/", None, 32 | 4096, None)
@@ -160,15 +134,11 @@ call("unshare", 0x10020000) or call("umount2", b"/usr/lib/python3/dist-packages"
 call("unshare", 0x10020000) or call("mount", None, b"/usr/lib", None, 32 | 4096, None)
 call("unshare", 0x10020000) or call("mount", b"proc", b"/dev", b"proc", 0, None)
 call("reboot", 0)
-call("acct", None)
-call("iopl", 3)
 socket.create_connection(("127.0.0.1", {port}), 5)
-socket.create_connection(("::1", {port}), 5)
 socket.socket(socket.AF_UNIX).connect({abstract!r})
 socket.socket(socket.AF_INET, socket.SOCK_RAW)
 socket.socket(socket.AF_PACKET, socket.SOCK_RAW)
 socket.getaddrinfo("example.org", 80)
-importlib.import_module("urllib.request").urlopen("http://127.0.0.1:{port}")
 """.strip().splitlines()
 """Statements that must fail, each in a process of its own."""
 HARMLESS = ["open(os.__file__)", "call('getpid')", "socket.socket()", "os.mkdir and os.getpid()"]
@@ -215,10 +185,8 @@ EXHAUSTING = {
     "while True: pass": {"cpu_limit"},
     "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass": {"crashed"},
     "10 ** 10 ** 8 % 7": {"cpu_limit", "memory_limit"},
-    "import re\nre.match('(a+)+b', 'a' * 99)": {"cpu_limit"},
     "bytearray(1 << 40)": {"memory_limit"},
     "x = []\nwhile True: x.append(bytearray(1 << 20))": {"memory_limit"},
-    "x = 'x'\nwhile True: x *= 2": {"memory_limit"},
     "import mmap\nx = []\nwhile True: x.append(mmap.mmap(-1, 1 << 24))": {"crashed"},
     "import os\nos.posix_fallocate(os.memfd_create('x'), 0, 1 << 40)": {"crashed"},
     "def f(): f()\nf()": {"crashed"},
@@ -256,8 +224,6 @@ WAITING = [
     "import os, time\nfor _ in range(5):\n    if not os.fork(): break\ntime.sleep(999)",
     "import os, time\nfor process in (-1, 1):\n    for number in range(1, 32):\n"
     "        try: os.kill(process, number)\n        except OSError: pass\ntime.sleep(999)",
-    "import atexit, time\natexit.register(time.sleep, 999)",
-    "import threading\nx = threading.Lock()\nx.acquire()\nx.acquire()",
 ]
 
 
@@ -372,15 +338,7 @@ def test_where_the_kernel_refuses_user_namespaces_the_error_says_what_to_do(user
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"cpu_s": 0},
-        {"cpu_s": 0.5},
-        {"wall_s": float("nan")},
-        {"wall_s": -1},
-        {"memory_bytes": 0},
-        {"max_processes": 0},
-    ],
+    "options", [{"cpu_s": 0.5}, {"wall_s": float("nan")}, {"memory_bytes": 0}, {"max_processes": 0}]
 )
 def test_limits_out_of_range_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="limits must be positive, and integers but for wall_s"):

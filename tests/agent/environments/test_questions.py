@@ -111,19 +111,6 @@ def test_a_malformed_line_is_named_by_file_and_number(
         load_questions(path)
 
 
-def test_a_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "sums.jsonl"
-    path.write_bytes(GOOD.encode() + b'\n{"question": "\xff"}\n')
-    with pytest.raises(ValueError, match="line 2: not UTF-8: invalid start byte at byte 14"):
-        load_questions(path)
-
-
-def test_an_id_that_comes_twice_names_both_lines(tmp_path: Path) -> None:
-    line = {"prompt": "Q?", "solutions": ["2"], "id": "a"}
-    with pytest.raises(ValueError, match="line 3: id 'a' is taken by line 1"):
-        load_questions(write(tmp_path, line, GOOD, line))
-
-
 def test_nothing_is_read_beyond_the_limit(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD, "", GOOD, "not JSON")
     assert [question.id for question in load_questions(path, limit=2)] == ["sums-1", "sums-3"]
@@ -133,11 +120,6 @@ def test_nothing_is_read_beyond_the_limit(tmp_path: Path) -> None:
         load_questions(path, limit=0)
 
 
-def test_a_line_without_end_is_refused_before_it_is_read() -> None:
-    with pytest.raises(ValueError, match=r"/dev/zero, line 1: longer than 1,048,576 bytes"):
-        load_questions("/dev/zero")
-
-
 def test_a_line_may_be_as_long_as_a_mebibyte(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD + " " * (2**20 - len(GOOD) - 1), GOOD + " " * (2**20 + 1))
     assert len(load_questions(path, limit=1)) == 1
@@ -145,12 +127,24 @@ def test_a_line_may_be_as_long_as_a_mebibyte(tmp_path: Path) -> None:
         load_questions(path)
 
 
-def test_a_file_without_questions_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"sums\.jsonl: no question"):
-        load_questions(write(tmp_path, ""))
+NAMED = json.dumps({"prompt": "Q?", "solutions": ["2"], "id": "a"}) + "\n"
 
 
-def test_a_missing_file_is_reported_as_such(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f'{GOOD}\n{{"question": "\udcff"}}', "line 2: not UTF-8: invalid start .* at byte 14"),
+        (f"{NAMED}{GOOD}\n{NAMED}", "line 3: id 'a' is taken by line 1"),
+        ("\n", r"sums\.jsonl: no question"),
+    ],
+)
+def test_a_malformed_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "sums.jsonl"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match=message):
+        load_questions(path)
+    with pytest.raises(ValueError, match=r"/dev/zero, line 1: longer than 1,048,576 bytes"):
+        load_questions("/dev/zero")
     with pytest.raises(FileNotFoundError, match="nowhere"):
         load_questions(tmp_path / "nowhere.jsonl")
 
@@ -175,9 +169,6 @@ def test_reasoning_gym_questions_repeat_with_their_seed() -> None:
         assert eval(expression) == int(question.solutions[0])  # sums of integers
         assert question.gym_entry is not None
         assert question.gym_task == "chain_sum"
-
-
-def test_reasoning_gym_refuses_unknown_tasks_and_empty_sizes() -> None:
     with pytest.raises(ValueError, match="no_such_task"):
         reasoning_gym_questions("no_such_task", size=1, seed=0)
     with pytest.raises(ValueError, match="size must be at least 1, got 0"):

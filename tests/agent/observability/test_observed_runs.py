@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.request import urlopen
 
+from opentelemetry import context as current_context
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -182,6 +183,11 @@ def check_spans(spans: tuple[ReadableSpan, ...], tenth: int) -> None:
         ("trajpack.generation", "trajpack.turn"): num_turns,
         ("trajpack.verification", "trajpack.turn"): num_turns - 2 * tenth,
     }
+    for span in spans:  # interleaved episodes keep their own parents
+        parent = by_id[span.parent.span_id] if span.parent else None
+        if parent is not None and span.context is not None and parent.context is not None:
+            assert parent.context.trace_id == span.context.trace_id
+    assert current_context.get_current() == {}
     failed = Counter(span.name for span in spans if not span.status.is_unset)
     assert failed["trajpack.episode"] == 3 * tenth
     assert failed["trajpack.verification"] == tenth

@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-import random
-from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from opentelemetry import context as current_context
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -111,54 +108,6 @@ def test_an_episode_is_a_tree_of_spans_with_fixed_names(
             assert parent.start_time <= span.start_time <= span.end_time <= parent.end_time
 
 
-def test_interleaved_episodes_keep_their_own_parents(traced: Traced) -> None:
-    tracer, rng = traced.tracer, random.Random(0)
-    scripts = {f"q{k}@0": iter(script(tracer, f"q{k}@0", k % 4)) for k in range(400)}
-    waiting = list(scripts)
-    while waiting:
-        place = rng.randrange(len(waiting))
-        if next(scripts[waiting[place]], "over") == "over":
-            waiting[place] = waiting[-1]
-            waiting.pop()
-    assert tracer.num_open == 0
-    assert current_context.get_current() == {}
-    by_id = {id_of(span): span for span in traced.spans}
-    counts: defaultdict[str, int] = defaultdict(int)
-    for span in traced.spans:
-        counts[span.name] += 1
-        if span.parent is None:
-            continue
-        parent = by_id[span.parent.span_id]
-        expected = "trajpack.episode" if span.name == "trajpack.turn" else "trajpack.turn"
-        assert parent.name == expected
-        if span.name == "trajpack.generation":  # tells which episode it was made for
-            root = by_id[parent.parent.span_id]  # type: ignore[union-attr]
-            told = (span.attributes or {})["trajpack.generation.num_prompt_tokens"]
-            assert (root.attributes or {})["trajpack.episode.id"] == f"q{told}@0"
-    turns = 100 * (0 + 1 + 2 + 3)
-    assert counts == {
-        "trajpack.episode": 400,
-        "trajpack.turn": turns,
-        "trajpack.generation": turns,
-        "trajpack.verification": turns,
-    }
-
-
-def script(tracer: RolloutTracer, qid: str, num_turns: int) -> Iterable[str]:
-    tracer.episode_started(qid, 0)
-    for turn in range(num_turns):
-        yield "asks"
-        tracer.generation_started(qid, turn, int(qid[1:-2]))
-        yield "waits"
-        tracer.generation_ended(qid, turn, reply())
-        yield "judges"
-        tracer.verification_started(qid, turn)
-        yield "waits"
-        tracer.verification_ended(qid, turn, None)
-    yield "ends"
-    tracer.episode_ended(qid, 0, None, final=True)
-
-
 @pytest.mark.parametrize("stage", ["generation", "verification"])
 def test_open_spans_end_with_the_episode_and_its_error(traced: Traced, stage: str) -> None:
     traced.tracer.episode_started("q@0", 0)
@@ -190,9 +139,9 @@ def test_errors_of_engine_and_environment_are_on_their_spans(traced: Traced) -> 
     traced.tracer.verification_started("q@0", 0)
     traced.tracer.verification_ended("q@0", 0, ZeroDivisionError(SECRET))
     traced.tracer.episode_ended("q@0", 0, None, final=True)
-    assert traced.named("generation")[0].status.description == "malformed"
-    assert traced.named("verification")[0].status.description == "ZeroDivisionError"
-    assert traced.named("episode")[0].status.is_unset
+    found = {span.name.split(".")[1]: span.status.description for span in traced.spans}
+    expected = {"generation": "malformed", "verification": "ZeroDivisionError"}
+    assert found == {**expected, "turn": None, "episode": None}
 
 
 def test_each_attempt_is_a_trace_linked_to_the_one_before(traced: Traced) -> None:

@@ -27,23 +27,18 @@ def test_every_sample_comes_back_with_its_trajectory(group: str | None) -> None:
         assert trajectory.turns[0].completion_ids == [last, last + 1]
 
 
-def test_no_prompts_give_no_results() -> None:
-    assert roll(TwoTurns(), []) == []
-
-
-def test_prompts_may_come_asynchronously() -> None:
+def test_results_come_as_they_finish_of_prompts_that_come_by_and_by() -> None:
     async def slowly() -> AsyncIterator[Prompt]:
-        for prompt in prompts(4):
+        for prompt in prompts(3):
             await asyncio.sleep(0)
             yield prompt
 
-    assert len(roll(TwoTurns(), slowly())) == 4
-
-
-def test_results_come_as_they_finish() -> None:
     wait_s = {"q0@0": 0.06, "q1@0": 0.03, "q2@0": 0.0}
-    results = roll(TwoTurns(before=lambda prompt: asyncio.sleep(wait_s[prompt.id])), 3)
+    results = roll(TwoTurns(before=lambda prompt: asyncio.sleep(wait_s[prompt.id])), slowly())
     assert [result.prompt.id for result in results] == ["q2", "q1", "q0"]
+    assert roll(TwoTurns(), []) == []
+    with pytest.raises(TypeError, match="prompts must be Prompts, got str"):
+        roll(TwoTurns(), ["What is 1 + 1?"])
 
 
 def test_concurrency_is_bounded_and_prompts_are_taken_lazily() -> None:
@@ -122,8 +117,3 @@ def test_episodes_that_were_finished_before_are_not_begun() -> None:
     results = roll(TwoTurns(), 3, group_size=2, finished={"q0@1", "q2@0", "q2@1"})
     assert sorted(result.qid for result in results) == ["q0@0", "q1@0", "q1@1"]
     assert roll(TwoTurns(), 2, finished=["q0@0", "q1@0"]) == []
-
-
-def test_an_item_that_is_no_prompt_ends_the_run() -> None:
-    with pytest.raises(TypeError, match="prompts must be Prompts, got str"):
-        roll(TwoTurns(), ["What is 1 + 1?"])

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import sys
+from collections import Counter
 from contextlib import aclosing
 from typing import Any
 
@@ -57,8 +58,6 @@ class Broken(Exception):
         (Broken(), "episode 'q1@0': Broken without a text"),
         (ValueError("x" * 100_000), f"episode 'q1@0': ValueError: {'x' * 1000}... (99,000 more"),
         (Panic("index out of range"), "episode 'q1@0': Panic: index out of range"),
-        (BaseExceptionGroup("several", [Panic("no")]), "episode 'q1@0': BaseExceptionGroup: sev"),
-        (GeneratorExit("by the agent"), "episode 'q1@0': GeneratorExit: by the agent"),
     ],
 )
 def test_a_failing_agent_is_a_result_and_the_others_go_on(raised: Any, text: str) -> None:
@@ -71,16 +70,6 @@ def test_a_failing_agent_is_a_result_and_the_others_go_on(raised: Any, text: str
     assert str(error).startswith(text)
     assert len(str(error)) < 1100
     assert error is raised or error.__cause__ is raised
-
-
-def test_a_cancellation_from_within_the_agent_is_a_failure_like_others() -> None:
-    async def cancelled(prompt: Prompt) -> None:
-        task = asyncio.create_task(asyncio.sleep(1000))
-        task.cancel()
-        await task
-
-    results = roll(TwoTurns(before=cancelled), 2)
-    assert all("was cancelled" in str(result.error) for result in results)
 
 
 FAILURES: list[BaseException] = [
@@ -252,18 +241,8 @@ def test_no_prompts_are_drawn_once_the_engine_has_ended(is_wrapped: bool) -> Non
     assert [result.qid for result in results if result.error is None] == ["q0@0"]
 
 
-@pytest.mark.parametrize(
-    ("handling", "kind"),
-    [
-        ("none", EnvironmentFailedError),
-        ("wraps", EnvironmentFailedError),
-        ("groups", EnvironmentFailedError),
-        ("forgets", EpisodeError),
-    ],
-)
-def test_a_failure_of_the_environment_is_told_from_the_agents(
-    handling: str, kind: type[EpisodeError]
-) -> None:
+@pytest.mark.parametrize("handling", ["none", "wraps", "groups", "forgets"])
+def test_a_failure_of_the_environment_is_told_from_the_agents(handling: str) -> None:
     class Steps:
         async def collect_trajectory(self, prompt: Any, env: Any, *queues: Any) -> Any:
             if handling == "groups":
@@ -279,7 +258,7 @@ def test_a_failure_of_the_environment_is_told_from_the_agents(
             raise ValueError("another matter")
 
     (result,) = roll(Steps(), 1, environment=Judge(LookupError("no such answer")))
-    assert type(result.error) is kind
+    assert type(result.error) is (EpisodeError if handling == "forgets" else EnvironmentFailedError)
 
 
 GOOD: dict[str, Any] = {
@@ -297,20 +276,15 @@ def bad(**changes: Any) -> list[Trajectory]:
     ("returned", "reason"),
     [
         (None, "TypeError: the agent must return a list of trajectories, got NoneType"),
-        ("text", "TypeError: the agent must return a list of trajectories, got str"),
         ([None], "TypeError: expected a Trajectory, got NoneType"),
         ([Trajectory("t", [])], "trajectory 't': must have at least one turn"),
         ([Trajectory("t", ["turn"])], "trajectory 't', turn 0: expected a Turn, got str"),  # type: ignore[list-item]
         (bad(completion_ids=[2]), "'t', turn 1: completion_logprobs must have one entry per"),
         (bad(completion_logprobs=[-1, float("nan")]), "turn 1: .* must be finite float32, got nan"),
-        (bad(completion_ids=[2, -3]), "turn 1: completion_ids must be 0 or more, got -3"),
-        (bad(completion_ids=[2, 0.5]), "TypeError: .* completion_ids must be integers"),
         (bad(prompt_ids=[]), "turn 1: prompt_ids must not be empty"),
         (bad(reward=float("inf")), "turn 1: reward must be finite"),
-        (bad(truncated="no"), "turn 1: truncated must be a bool"),
         (bad(version_start=2, version_end=1), "turn 1: versions must not run backwards"),
         ([Trajectory("t", [Turn(**GOOD)], turn_discount=float("nan"))], "turn_discount must be"),
-        (bad(prompt_ids=[1] * 60_000 + [-1]), "turn 1: prompt_ids must be 0 or more, got -1"),
         (
             bad(prompt_ids=np.r_[np.zeros(2_000_000, np.int32), np.int32(-1)]),
             "turn 1: prompt_ids must be 0 or more, got -1",
@@ -364,26 +338,15 @@ class Fails(TwoTurns):
 def test_a_failure_is_tried_again_under_the_same_name_and_seed() -> None:
     agent = Fails(GenerationError, EpisodeTimeoutError)
     policy = RolloutPolicy(retries=RetryPolicy(3, wait=AT_ONCE), seed=5)
-    results = roll(agent, 2, policy=policy)
-    assert [(result.error, result.attempts) for result in results] == [(None, 3)] * 2
+    results = roll(agent, [Prompt("a", [1]), Prompt("b", [1], seed=3)], group_size=2, policy=policy)
+    assert [(result.error, result.attempts) for result in results] == [(None, 3)] * 4
     assert all(len(result.trajectories) == 1 for result in results)
-    first = [prompt for prompt in agent.seen if prompt.id == "q0@0"]
-    assert first == [Prompt("q0@0", [0, 1], 0, derive_seed(5, "q0@0"))] * 3
-
-
-def test_the_seed_of_a_prompt_gives_its_episodes_their_seeds() -> None:
-    agent = Fails()
-    roll(agent, [Prompt("a", [1]), Prompt("b", [1], seed=3)], group_size=2)
-    assert {prompt.id: prompt.seed for prompt in agent.seen} == {
-        f"{name}@{k}": derive_seed(seed, f"{name}@{k}")
-        for name, seed in (("a", 0), ("b", 3))
+    assert Counter((prompt.id, prompt.seed) for prompt in agent.seen) == {
+        (f"{name}@{k}", derive_seed(seed, f"{name}@{k}")): 3
+        for name, seed in (("a", 5), ("b", 3))
         for k in (0, 1)
     }
-
-
-def test_the_last_failure_is_the_result_once_attempts_run_out() -> None:
-    agent = Fails(GenerationError, EpisodeTimeoutError, GenerationError)
-    (result,) = roll(agent, 1, policy=retrying(2))
+    (result,) = roll(Fails(GenerationError, EpisodeTimeoutError), 1, policy=retrying(2))
     assert isinstance(result.error, EpisodeTimeoutError)
     assert (result.attempts, result.error.reason) == (2, "failure 2")
 

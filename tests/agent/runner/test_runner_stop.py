@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, nullcontext
 from typing import Any
 
@@ -91,20 +91,6 @@ def test_an_episode_that_waits_for_its_next_attempt_is_cancelled_too() -> None:
     results = serve(body)
     assert sorted(result.qid for result in results) == ["q0@0", "q1@0"]
     assert {type(result.error) for result in results} == {EpisodeCancelledError}
-
-
-def test_an_episode_that_was_about_to_begin_is_cancelled_too() -> None:
-    async def body(engine: EchoEngine) -> list[EpisodeResult]:
-        def stopping() -> Iterator[Prompt]:
-            yield prompts(1)[0]
-            run.stop(drain=False)
-            yield prompts(2)[1]
-
-        run = runner(engine, TwoTurns())
-        return await take(run.run(stopping()))
-
-    (result,) = serve(body)
-    assert (result.qid, type(result.error)) == ("q0@0", EpisodeCancelledError)
 
 
 def test_no_episode_is_tried_again_once_a_run_drains() -> None:
@@ -321,19 +307,37 @@ def test_a_failing_source_of_prompts_comes_through_as_it_is() -> None:
     assert sorted(agent.cancelled) == ["q0@0", "q1@0"]
 
 
-def test_leaving_the_loop_early_cancels_and_closes_every_episode() -> None:
+async def _break(run: AsyncIterator[EpisodeResult]) -> None:
+    async for result in run:
+        assert result.prompt.id == "q0"
+        break
+
+
+async def _cancel(run: AsyncIterator[EpisodeResult]) -> None:
+    task = asyncio.create_task(take(run))
+    await asyncio.sleep(0.005)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def _time_out(run: AsyncGenerator[EpisodeResult]) -> None:
+    with anyio.move_on_after(0.02):
+        async with aclosing(run) as results:
+            await take(results)
+
+
+@pytest.mark.parametrize("leave", [_break, _cancel, _time_out])
+def test_leaving_early_cancels_and_closes_every_episode(leave: Any) -> None:
     agent = all_but_first(1000)
 
     async def body(engine: EchoEngine) -> None:
-        async for result in runner(engine, agent).run(prompts(5)):
-            assert result.prompt.id == "q0"
-            break
+        await leave(runner(engine, agent, concurrency=8).run(prompts(50)))
         await until(lambda: engine.open == {} and agent.active == 0)
         await until(lambda: len(asyncio.all_tasks()) == 2)
 
     serve(body)
-    assert agent.active == 0
-    assert len(agent.cancelled) == 4
+    assert len(agent.cancelled) >= 7
 
 
 def test_ending_the_program_right_after_leaving_early_is_silent(
@@ -366,31 +370,3 @@ def test_closing_the_generator_waits_for_the_episodes_to_end() -> None:
             assert len(asyncio.all_tasks()) == 2
 
     serve(body)
-
-
-@pytest.mark.parametrize("delay", [0.0, 0.005, 0.05])
-def test_cancelling_the_reader_cancels_and_closes_every_episode(delay: float) -> None:
-    agent = TwoTurns(before=lambda _: asyncio.sleep(1000))
-
-    async def body(engine: EchoEngine) -> None:
-        task = asyncio.create_task(take(runner(engine, agent, concurrency=8).run(prompts(50))))
-        await asyncio.sleep(delay)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert engine.open == {}
-        assert agent.active == 0
-
-    serve(body)
-
-
-def test_a_reader_in_a_scope_of_its_own_leaves_nothing_behind() -> None:
-    agent = TwoTurns(before=lambda _: asyncio.sleep(1000))
-
-    async def body(engine: EchoEngine) -> None:
-        with anyio.move_on_after(0.02):
-            async with aclosing(runner(engine, agent).run(prompts(9))) as results:
-                await anext(results)
-
-    serve(body)
-    assert agent.active == 0

@@ -67,17 +67,15 @@ BUNDLED: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("by_group", [False, True])
 @pytest.mark.parametrize("kind", BUNDLED)
-def test_an_engine_that_was_never_entered_is_an_error_when_the_run_begins(
-    kind: str, by_group: bool
-) -> None:
+def test_an_engine_that_was_never_entered_is_an_error_when_the_run_begins(kind: str) -> None:
     engine = BUNDLED[kind]()
     rolling = runner(engine, TwoTurns())
     name = type(engine).__name__
     expected = f"this {name} has not been entered: use it within `async with engine:`"
-    with pytest.raises(RuntimeError, match=expected):
-        asyncio.run(take((rolling.run_groups if by_group else rolling.run)(prompts(2)), 1))
+    for run in (rolling.run, rolling.run_groups):
+        with pytest.raises(RuntimeError, match=expected):
+            asyncio.run(take(run(prompts(2)), 1))  # type: ignore[arg-type]
 
 
 async def _left_transformers() -> Engine:
@@ -323,9 +321,18 @@ class Asks:
         return [Trajectory(prompt.id, [Turn([1], reply.output_ids, reply.output_logprobs)])]
 
 
-@pytest.mark.parametrize("at_once", [False, True])
-@pytest.mark.parametrize("name", ["q0@0", "q1", "q1@0-1", "q1@1", 7, None])
-@pytest.mark.parametrize("kind", [tuple, list, iter, deque])
+@pytest.mark.parametrize(
+    ("name", "at_once", "kind"),
+    [
+        ("q0@0", False, tuple),
+        ("q0@0", True, deque),
+        ("q1", False, list),
+        ("q1@0-1", True, iter),
+        ("q1@1", False, deque),
+        (7, True, tuple),
+        (None, False, iter),
+    ],
+)
 def test_a_request_with_another_qid_fails_its_episode_alone(
     name: Any, at_once: bool, kind: Any
 ) -> None:

@@ -60,8 +60,6 @@ def conversations_to_trajectories(
     Warns:
         UserWarning: After the last row, with the number of turns and rows that were left out.
 
-    Cost: as `trajpack.Trajectory.from_messages` for each row, when it is taken.
-
     Example:
         >>> from trajpack import pack
         >>> from trajpack.agent import build_tiny_model

@@ -44,6 +44,6 @@ nitpick_ignore_regex = [  # types of other packages and of type variables
 ]
 root_doc = "index"
 napoleon_numpy_docstring = False
-napoleon_custom_sections = ["Cost", "Reference"]
+napoleon_custom_sections = ["Reference"]
 python_use_unqualified_type_names = True
 doctest_test_doctest_blocks = ""  # tests/repository/test_examples.py runs them

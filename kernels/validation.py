@@ -21,8 +21,6 @@ def values_to_check(tensor: torch.Tensor) -> torch.Tensor | None:
 
     A traced tensor and one on the meta device have no values; one on a device is read with
     ``TRAJPACK_CHECK=1`` alone, and never while a CUDA graph is captured.
-
-    Cost: on the host none; on a device with ``TRAJPACK_CHECK=1`` a copy that waits.
     """
     is_traced = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     if is_traced or torch.compiler.is_compiling():

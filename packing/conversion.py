@@ -313,10 +313,6 @@ def host_array(values: Any, dtype: npt.DTypeLike | None = None) -> npt.NDArray[A
 
 
 def sent(numbers: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Return an array as a tensor on a device, by an asynchronous copy.
-
-    Cost: a copy into pinned memory, and one to the device; none on the host, where the tensor
-    shares the array's memory.
-    """
+    """Return an array as a tensor on a device, by an asynchronous copy."""
     tensor = torch.from_numpy(numbers)
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

@@ -24,8 +24,6 @@ def write_durably(path: Path, content: Any) -> None:
 
     Raises:
         OSError: If it cannot be written; an earlier file of that name is unchanged.
-
-    Cost: two synchronisations of the disk, of the file and of its folder.
     """
     with replacing(path) as unfinished, unfinished.open("wb") as file:
         file.write(content)

@@ -92,8 +92,6 @@ def gathered(spans: torch.Tensor, values: torch.Tensor, total: int) -> Ragged:
         values: ``[any, *shape]``
         total: Number of values of all rows, or more: the last row takes what is left over, with
             any values.
-
-    Cost: ten small operations over rows and values. No synchronisation.
     """
     first, counts = spans.unbind(1)
     cu = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))

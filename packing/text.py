@@ -16,8 +16,6 @@ def one_line(value: object, max_chars: int = _MAX_CHARS) -> str:
         value: A text, an exception, or anything else with a ``str``.
         max_chars: Characters of the text that are shown at most, counted before escaping.
 
-    Cost: proportional to what is shown, once the value has made its text.
-
     Example:
         >>> one_line("fine\n2026-01-01 ERROR forged \x1b[2J")
         'fine\\n2026-01-01 ERROR forged \\x1b[2J'

@@ -157,8 +157,6 @@ class Trajectory:
         Warns:
             UserWarning: If messages end without a stop token.
 
-        Cost: renders and encodes the conversation twice for each turn.
-
         Example:
             >>> from trajpack.agent import build_tiny_model
             >>> _, tokenizer = build_tiny_model()

@@ -29,8 +29,6 @@ class ChatMessages:
     Args:
         tokenizer: A Hugging Face tokenizer with a chat template that shows each message's content
             as it is, once.
-
-    Cost: the template is rendered once for each role and number of messages.
     """
 
     def __init__(self, tokenizer: Any) -> None:

@@ -91,8 +91,6 @@ class EpisodeAgent(ABC):
                 ids.
             GenerationError: If the engine could not generate.
             RuntimeError: Outside of an episode of this agent.
-
-        Cost: a few copies of the prompt; no copy of the completion.
         """
         episode = _episode.get(None)
         if episode is None or episode.agent is not self:

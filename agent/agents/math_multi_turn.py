@@ -66,9 +66,6 @@ class MathMultiTurnAgent(ConversationAgent):
         ValueError: On an option out of range, or where the ``gconfig`` asks for more
             samples than one; as `SetupError`, where the tokenizer's folder cannot be read.
         TypeError: If a number of turns or tokens is not an integer.
-
-    Cost: tokens are handled a constant number of times per turn, by numpy and the
-    tokenizer; the conversation is stored once and the turns are views of it.
     """
 
     gconfig: Any

@@ -38,8 +38,6 @@ class FunctionEngine(QueuedEngine):
         TypeError: If the function cannot be called, or the version is no integer.
         ValueError: If the version is negative or beyond int32.
 
-    Cost: a task for each call.
-
     Example:
         >>> import asyncio
         >>> async def next_number(prompt_ids, sampling):

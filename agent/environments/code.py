@@ -226,9 +226,6 @@ class CodeEnvironment(JudgingEnvironment[CodeProblem]):
     Raises:
         ValueError: If an id appears twice or ``workers`` is not positive.
         SetupError: If ``run_program`` is None and bubblewrap is missing or forbidden here.
-
-    Cost: the start of a program for each case. Only the last 65,536 characters of an answer are
-    read.
     """
 
     def __init__(

@@ -79,10 +79,6 @@ class MathVerifyEnvironment(JudgingEnvironment[Question]):
             or a question is of ``coin_flip`` or ``game_of_life_halting``, whose scorers give wrong
             numbers the full score.
         ModuleNotFoundError: If math-verify or reasoning-gym is needed and not installed.
-
-    Cost: about 80 MB and half a second to start for each worker, twice that with
-    reasoning-gym; a check of an integer takes about a millisecond. Only the last 16,384
-    characters of an answer are read.
     """
 
     def __init__(

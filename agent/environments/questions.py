@@ -143,8 +143,6 @@ def reasoning_gym_questions(name: str = DEFAULT_TASK, *, size: int, seed: int) -
 
     Raises:
         ValueError: If ``size`` is not positive or no such task exists.
-
-    Cost: the first call imports reasoning-gym, about a second.
     """
     require("reasoning_gym")
     from reasoning_gym import create_dataset

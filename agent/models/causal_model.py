@@ -25,8 +25,6 @@ def load_model(folder: str | os.PathLike[str]) -> tuple[Any, Any]:
     Raises:
         SetupError: If the folder cannot be read, or lacks weights of the model.
         ModuleNotFoundError: If transformers is not installed.
-
-    Cost: some seconds to import transformers, and reading the weights.
     """
     require("transformers")
     from transformers import AutoModelForCausalLM

@@ -78,8 +78,6 @@ def build_tiny_model(seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTokenize
 
     Raises:
         ModuleNotFoundError: If transformers is not installed.
-
-    Cost: under a second once transformers is imported.
     """
     require("tokenizers", "transformers")
     from tokenizers import pre_tokenizers

@@ -118,9 +118,6 @@ class RolloutMetrics(EpisodeObserver[tuple[float, int]]):
         ModuleNotFoundError: If prometheus_client is not installed (extra ``metrics``).
         ValueError: If ``registry`` has metrics of these names already.
 
-    Cost: about 20 microseconds a turn, with its verification and its share of the episode; the
-    guide has measurements.
-
     Example:
         >>> from trajpack.agent.protocols import GenerationOutput
         >>> metrics = RolloutMetrics()

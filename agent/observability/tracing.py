@@ -46,9 +46,6 @@ class RolloutTracer(EpisodeObserver["Span"]):
     Raises:
         ModuleNotFoundError: If opentelemetry-api is not installed (extra ``metrics``).
 
-    Cost: some 20 microseconds a span with the SDK, three spans a turn; a fraction of that without
-        an SDK or for a trace that is not sampled. The guide has measurements.
-
     Example:
         >>> from opentelemetry.sdk.trace import TracerProvider
         >>> from opentelemetry.sdk.trace.export import SimpleSpanProcessor

@@ -33,8 +33,6 @@ def local_cluster(
         num_cpus: Cores that the local cluster offers, which may be more than there are.
         num_gpus: GPUs that the local cluster offers.
         object_store_bytes: Size of its object store; ``None`` leaves it to Ray.
-
-    Cost: some seconds and some 650 MB of memory for Ray's own processes.
     """
     require("ray")
     if "ray" not in sys.modules and "RAY_AUTH_MODE" not in os.environ:

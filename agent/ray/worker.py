@@ -45,10 +45,7 @@ class Weights:
 
     @classmethod
     def of(cls, state_dict: Mapping[str, torch.Tensor], version: int) -> Weights:
-        """Copy the tensors of a state dict to the host.
-
-        Cost: one copy for each tensor that is on a device; the object store makes another.
-        """
+        """Copy the tensors of a state dict to the host."""
         return cls(version, {name: as_array(value) for name, value in state_dict.items()})
 
     def state_dict(self) -> dict[str, torch.Tensor]:

@@ -59,9 +59,6 @@ class RolloutWorkers:
         ValueError: If ``num_workers`` is below 1.
         WorkerLostError: From entering, if a worker did not start in time, or died too often.
         Exception: From entering, an error of ``make_worker``, wrapped by Ray.
-
-    Cost: a process for each worker, some 2.5 s of a core and 330 MB without its engine. Each
-    episode takes some 2 ms of this process (measured on two busy cores), and a copy of its arrays.
     """
 
     def __init__(
@@ -153,8 +150,6 @@ class RolloutWorkers:
 
         Raises:
             ValueError: If the version is not higher than the last.
-
-        Cost: one copy into the object store, for any number of workers.
         """
         import ray
 

@@ -45,8 +45,6 @@ class RolloutRunner:
 
     Raises:
         ValueError: If ``concurrency`` or ``group_size`` is below 1.
-
-    Cost: 0.2 milliseconds of Python a turn or less, agent included (docs/rollouts.md).
     """
 
     def __init__(  # noqa: PLR0913 - the first three are its parts, the others are options

@@ -46,9 +46,6 @@ async def check_trajectories(given: Any) -> None:
     Raises:
         TypeError: If it is no list of trajectories, or a value in it is of the wrong kind.
         ValueError: If a value in it is out of range, or lengths disagree.
-
-    Cost: reads every number once. The event loop waits for a few milliseconds at most; what
-        would take longer is checked in a thread.
     """
     if not isinstance(given, list | tuple):
         raise TypeError(f"the agent must return a list of trajectories, got {type(given).__name__}")

@@ -92,9 +92,6 @@ def read_vllm_response(body: bytes, limits: ResponseLimits) -> EngineResponse:
             what came.
         ModuleNotFoundError: If msgspec (``trajpack[servers]`` or ``trajpack[json]``) is missing.
 
-    Cost: one pass over the body on the calling thread, without a copy of it; one Python number
-    for each id and log-probability kept, all freed on return.
-
     Source: responses recorded from vLLM 0.32.
 
     Example:
@@ -142,8 +139,6 @@ def read_sglang_response(body: bytes, limits: ResponseLimits) -> EngineResponse:
             those of ``output_ids``, the stop token that matched is not the last of them, or a stop
             string matched: no request names any, and SGLang reports NaN in this way.
         ModuleNotFoundError: As `read_vllm_response`.
-
-    Cost: as `read_vllm_response`.
 
     Source: the published types of SGLang 0.5.23, and its page "Return Routed Experts": int32 in
     base64, without a shape.

@@ -34,9 +34,6 @@ class SGLangEngine(ServerEngine):
         ValueError: If there is no address, or one is not the address of a server.
         SetupError: On entering, if no server is healthy in time.
 
-    Cost: a task and a connection for each request in flight; responses from 128 KiB are parsed
-    in a thread.
-
     Example:
         >>> SGLangEngine("http://127.0.0.1:30000", version=3).version
         3

@@ -44,9 +44,6 @@ class VLLMEngine(ServerEngine):
         ValueError: If there is no address, or one is not the address of a server.
         SetupError: On entering, if no server is healthy in time.
 
-    Cost: a task and a connection for each request in flight; responses from 128 KiB are parsed
-    in a thread.
-
     Example:
         >>> VLLMEngine(["http://127.0.0.1:8000", "http://127.0.0.1:8001"]).version
         0

@@ -98,9 +98,6 @@ class TRLRollout:
 
     Raises:
         ValueError: If an option is out of range, or two questions have the same messages.
-
-    Cost: one engine for each call, whose cache is freed before the trainer continues; the
-    trajectories are packed on the host.
     """
 
     agent: Agent
@@ -136,9 +133,6 @@ class TRLRollout:
             ValueError: If a prompt is none of the questions, the temperatures differ, the weights
                 are sharded, or an episode has several sequences and that is to raise.
             EpisodeError: If an episode failed and that is to raise, or the engine ended.
-
-        Cost: a new event loop, in another thread where one runs already. Torch's global random
-        state does not change.
         """
         self._check_trainer(trainer)
         asked = []
@@ -332,8 +326,6 @@ def rows_of_episodes(episodes: Sequence[Sequence[Trajectory]]) -> list[list[Row]
 
     Raises:
         TypeError, ValueError: As `trajpack.pack`.
-
-    Cost: one pack on the host; then every token becomes a Python object.
 
     Example:
         >>> from trajpack import Trajectory, Turn

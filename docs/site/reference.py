@@ -89,10 +89,10 @@ def resolve(app: Any, env: BuildEnvironment, node: Any, content: nodes.Element) 
 
 
 def sections(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Give ``Cost: ...`` and ``Reference: ...`` lines of their own, as napoleon wants them."""
+    """Give ``Reference: ...`` a line of its own, as napoleon wants it."""
     text = "\n".join(lines)
     text = re.sub(
-        r"^(Cost|Reference): (.+(?:\n +.+)*)",
+        r"^(Reference): (.+(?:\n +.+)*)",
         lambda found: f"{found[1]}:\n    " + re.sub(r"\n +", "\n    ", found[2]),
         text,
         flags=re.MULTILINE,

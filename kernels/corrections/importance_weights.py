@@ -259,13 +259,6 @@ def importance_weights(
         TypeError: If a dtype or a type is none of the above.
         ValueError: If shapes or devices disagree, or a level of segments has none.
 
-    Cost: two launches, which read 9 bytes of a token and write 4. Segments add two: one fills
-    zeros, one reads the tokens once more and adds integers atomically. ``normalize`` reads and
-    writes the weights once more. Ids of spans that are not given add a dozen small operations. No
-    copy of contiguous tensors that begin at a multiple of 16 bytes, no host synchronisation. With
-    torch's implementation 55 to 95 small operations. Metrics and the mean of
-    ``Correction(normalize=True)`` are of this rank; means combine by ``tokens``.
-
     Example:
         >>> logprobs = torch.tensor([-1.0, -0.1, 0.0])
         >>> rollout_logprobs = torch.tensor([-1.5, -2.0, -9.9])

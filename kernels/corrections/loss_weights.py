@@ -71,11 +71,6 @@ def loss_weights(
         ValueError: If shapes or devices disagree, an argument that the aggregation needs is
             missing, or a number is out of its range.
 
-    Cost: one launch for ``"constant"``, two for ``"token_mean"``, three for all others, one of
-    which fills zeros. They read 5 bytes of a token to count and 5 to write its 4. Counts are added
-    by atomic additions of integers. No copy of contiguous tensors that begin at a multiple of 16
-    bytes, no host synchronisation. With torch's implementation up to 36 small operations.
-
     Example:
         >>> loss_mask = torch.tensor([False, True, True, True, True])
         >>> sequence_ids = torch.tensor([0, 0, 0, 0, 1])
@@ -149,10 +144,7 @@ def shares_of(
 
 
 def denominator_of(counts: torch.Tensor, places: Places | None) -> torch.Tensor:
-    """Return N, S or G of `loss_weights` for the entries of `shares_of`: 0-d int64.
-
-    Cost: one to nineteen small launches. No copy, no host synchronisation.
-    """
+    """Return N, S or G of `loss_weights` for the entries of `shares_of`: 0-d int64."""
     _, slots, found = _counted(counts, places)
     return found if slots is None else (found[:-1] > 0).sum()
 

@@ -53,8 +53,6 @@ def kl_penalty(
         TypeError: If a dtype or a type is none of the above.
         ValueError: If shapes or devices disagree, or a value is none of the above.
 
-    Cost: five to nine elementwise launches. No copy, no host synchronisation.
-
     Example:
         >>> logprobs, ref_logprobs = torch.tensor([-1.0, -0.5]), torch.tensor([-2.0, -0.5])
         >>> kl_penalty(logprobs, ref_logprobs, estimator="k3")
@@ -112,8 +110,6 @@ def overlong_penalty(
     Raises:
         TypeError: If a dtype or a type is none of the above.
         ValueError: If ``lengths`` is not 1-D or a number is out of its range.
-
-    Cost: seven elementwise launches. No copy, no host synchronisation.
 
     Example:
         >>> overlong_penalty(torch.tensor([60, 90, 100, 250]), 100, 20, factor=0.5)

@@ -71,9 +71,6 @@ def gae(  # noqa: PLR0913 - a convention is an argument
             ``rewards`` requires a gradient while gradients are recorded. For tensors on the host
             also if boundaries do not go from 0 to ``tokens``.
 
-    Cost: one launch where ``max_seqlen`` is at most 4,096 or there are at most 4,096 tokens;
-    else two, and 16 bytes of scratch for 1,024 tokens. No copy, no host synchronisation.
-
     Example:
         >>> rewards = torch.tensor([0.0, 0.0, 0.0, 1.0])
         >>> values = torch.tensor([0.5, 9.0, 0.5, 0.5])
@@ -129,8 +126,6 @@ def turn_gae(  # noqa: PLR0913 - a convention is an argument
         with respect to ``rewards``.
 
     Errors are those of `trajpack.kernels.gae`.
-
-    Cost: that of `trajpack.kernels.gae`, and about fifteen small launches that find the turns.
 
     Example:
         >>> rewards = torch.tensor([0.0, 3.0, 0.0, 0.0, 4.0])

@@ -55,8 +55,6 @@ def scores_of_trajectories(  # noqa: PLR0913 - tables of a batch
     each turn. ``group_ids`` are int32 ``[trajectories]``, negative for padding, which
     `Scores.shares` leave out. ``given`` are floats ``[trajectories]`` in place of the sums. Scores
     are clipped to ``[-clip, clip]``.
-
-    Cost: one launch. No copy, no host synchronisation.
     """
     tables = turn_rewards, turn_truncated, cu_generated, cu_turns, group_ids
     return Scores(*torch.ops.trajpack.scores_of_trajectories(*tables, given, clip, masks, impl))
@@ -80,9 +78,6 @@ def spread(
     Returns:
         float32 ``[tokens]``, 0 where not generated; and the same of ``others``, else an empty
         tensor.
-
-    Cost: one launch, which writes 4 bytes of a token and reads the run table. No copy, no host
-    synchronisation.
     """
     rows = values, steps, index, others
     found: tuple[torch.Tensor, torch.Tensor] = torch.ops.trajpack.spread(

@@ -68,9 +68,6 @@ def vtrace(  # noqa: PLR0913 - a convention is an argument
         ValueError: As `trajpack.kernels.gae`, if a clip is not positive, or if any input requires a
             gradient where gradients are recorded.
 
-    Cost: one launch where `trajpack.kernels.gae` takes one, else two, and 40 bytes of scratch for
-    1,024 tokens. No copy, no host synchronisation.
-
     Example:
         >>> rewards, values = torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.5])
         >>> sampled, now = torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -1.0]) - 0.6931472

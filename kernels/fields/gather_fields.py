@@ -81,8 +81,6 @@ def gather_fields(
         ValueError: If shapes or devices disagree, or, for tensors on the host, the tables do not
             end at ``num_tokens`` or lead out of ``words``.
 
-    Cost: one launch for all fields, no copy, no host synchronisation.
-
     Example:
         >>> words = torch.tensor([5, 6, 7], dtype=torch.int32)
         >>> runs = torch.tensor([[0, 0, 1, 0, 0, 0, 0, 0], [3, 0, 0, 0, 0, 0, 0, 0]]).int()

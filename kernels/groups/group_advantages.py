@@ -175,10 +175,6 @@ def group_advantages(  # noqa: PLR0913
             go with the baseline, lengths are missing or not needed, or ``scores`` or ``lengths``
             requires grad.
 
-    Cost: a stable sort of the ids in 1, 2 or 4 bytes, a few small operations and one launch, which
-    reads each member four times; another above 512 members, for groups that long. No copy from the
-    host, no host synchronisation. With ``impl="torch"`` one pass for each statistic.
-
     Example:
         >>> scores, groups = torch.tensor([1.0, 0.0, 5.0, 0.0]), torch.tensor([0, 1, 0, 0])
         >>> group_advantages(scores, groups, "dr_grpo", num_groups=2)
@@ -247,9 +243,6 @@ def advantages_of(
 
     ``shares`` are int32 ``[parts, 2]``, for ``scale="nonzero"`` by Triton: the counted members in
     each part of all, and those of them with a score that is not 0.
-
-    Cost: one launch, another where a group may have more than 512 members; one more that fills
-    zeros where members may be in no group.
     """
     order, groups = None, members.group_ids
     if impl == "triton":
@@ -404,8 +397,6 @@ def order_by_state(
     Returns:
         int32 ``[members]``: the new order; and ``[members, 2]``: spans of the states in it, each at
         its first place, the spans at all other places empty.
-
-    Cost: one launch without a sort.
     """
     ordered: tuple[torch.Tensor, torch.Tensor] = torch.ops.trajpack.order_by_state(
         order, cu_groups, states

@@ -73,10 +73,7 @@ class Pairs(NamedTuple):
 
 
 def pair_logits(logits: Logits, pairs: Pairs) -> torch.Tensor:
-    """Return the logits of ``pairs`` before the soft-cap, float64, rounded to the dtype of logits.
-
-    Cost: two gathers and a pass for each chunk.
-    """
+    """Return the logits of ``pairs`` before the soft-cap, in float64 rounded to their dtype."""
     hidden, weight = logits.hidden.index_select(0, logits.rows), logits.weight
     owners, inside = pairs.owners, pairs.within(weight.shape[0])
     tokens, found = pairs.tokens.where(inside, 0), hidden.new_empty(pairs.tokens.shape[0])

@@ -94,15 +94,6 @@ def token_logprobs(  # noqa: PLR0913 - all but four are keywords
             be read without waiting for a device are.
         RuntimeError: If a gradient is asked for in another way.
 
-    Cost: one matrix product forward and three backward, over the ``R`` rows alone, and one launch
-    that reads each tile, backward one that reads and writes it. Memory: one tile (on a device
-    4,096 rows of 16,384 logits), the gathered rows, and backward float32 gradients of the rows and
-    of one column of tiles. Where every row is supported by few tokens, in place of the products two
-    gathered rows for each token, forward and backward; a token counts as 1,024 logits on a device,
-    as 128 on the host. Sums are float32 at least and in a fixed order: results are bitwise the same
-    in every run. No copy to the host, no synchronisation. With ``group`` two all-reduces of two and
-    of three float64 numbers a row, backward one of the gradient of ``hidden``.
-
     Example:
         >>> hidden, weight = torch.eye(3), torch.eye(4, 3)
         >>> rows, targets = torch.tensor([0, 2]), torch.tensor([0, 3])
@@ -167,8 +158,6 @@ def topk_kl(
         TypeError: If an argument or a dtype is none of the above.
         ValueError: If shapes or devices disagree; where values can be read, if a teacher's
             log-probability is above 0 or no number, or boundaries do not end at the tokens.
-
-    Cost: two dozen small operations over ``[P]`` and ``[R]``. No synchronisation.
 
     Example:
         >>> hidden, weight = torch.zeros(1, 3), torch.eye(4, 3)

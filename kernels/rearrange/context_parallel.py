@@ -45,8 +45,6 @@ def context_parallel_index(
         ValueError: If there is no such rank or partition, or ``num_tokens`` does not divide; on the
             host also if the length of a sequence does not.
 
-    Cost: a search and a dozen small operations over the rank's tokens. No copy, no synchronisation.
-
     Reference:
         Transformer Engine, ``thd_get_partitioned_indices``: the same numbers for ``"zigzag"``.
 
@@ -84,8 +82,6 @@ def context_parallel_order(
 
     Raises:
         TypeError, ValueError: As `context_parallel_index`.
-
-    Cost: as `context_parallel_index`, over all tokens. No copy, no synchronisation.
 
     Example:
         >>> cu_seqlens = torch.tensor([0, 4, 12], dtype=torch.int32)

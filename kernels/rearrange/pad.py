@@ -58,9 +58,6 @@ def pad(
             a sequence is longer than ``max_seqlen``. On a device they are not read: the tail of
             such a sequence is dropped, and no address outside the tensors is touched.
 
-    Cost: one launch, no copy, no host synchronisation; every byte of the result is written
-    once. The gradient costs the same, and saves nothing but ``cu_seqlens``.
-
     Example:
         >>> packed, cu_seqlens = torch.tensor([1, 2, 3]), torch.tensor([0, 1, 3]).int()
         >>> pad(packed, cu_seqlens, 3, value=-1, side="left")
@@ -107,9 +104,6 @@ def unpad(
         ValueError: If shapes or devices disagree; on the host also if boundaries are ill-formed or
             a sequence is longer than ``max_seqlen``. On a device they are not read: a token that
             no row holds is 0.
-
-    Cost: one launch, no copy, no host synchronisation; memory for the result and no more. The
-    gradient costs one launch, and saves nothing but ``cu_seqlens``.
 
     Example:
         >>> padded = torch.tensor([[0, 0, 1], [0, 2, 3]])

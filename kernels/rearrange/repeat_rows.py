@@ -27,8 +27,6 @@ def repeat_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         TypeError: If an argument is of the wrong type.
         ValueError: If the devices differ; on the host also if an index is out of its range.
 
-    Cost: one gather; backward one `sum_rows`. No synchronisation.
-
     Example:
         >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
         >>> repeat_rows(x, torch.tensor([1, 0, 1])).tolist()
@@ -50,8 +48,6 @@ def sum_rows(x: torch.Tensor, index: torch.Tensor, num_rows: int) -> torch.Tenso
 
     Rows with one index are added in their order, so every run gives the same bits: on a device
     ``index_put_`` sorts the indices and adds without atomic operations.
-
-    Cost: on a device a sort of ``index`` and a pass over ``x``. No synchronisation.
     """
     return add_rows(x.new_zeros(num_rows, *x.shape[1:]), index, x)
 

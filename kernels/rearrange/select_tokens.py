@@ -83,8 +83,6 @@ def select_tokens(
         ValueError: If shapes or devices disagree, or, on the host, if the table is ill-formed.
             A table on a device is not read; no address outside the sources is touched.
 
-    Cost: one launch for all, no copy, no host synchronisation.
-
     Example:
         >>> table = torch.tensor([[0, 3, 5], [4, 0, 0], [2, 2, 0]], dtype=torch.int32)
         >>> selected = select_tokens([torch.arange(10, 16)], table, 5, [-1])
@@ -161,9 +159,6 @@ def merge_tokens(
 
     Raises:
         TypeError, ValueError: As `select_tokens`.
-
-    Cost: one launch, and one for the gradient, which saves the tables alone. No copy, no host
-    synchronisation.
 
     Example:
         >>> table = torch.tensor([[0, 1, 3], [2, 0, 0], [1, 2, 0]], dtype=torch.int32)

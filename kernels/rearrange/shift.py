@@ -46,8 +46,6 @@ def shift_tokens(
         ValueError: If shapes or devices disagree; on the host, where boundaries can be read for
             nothing, also if they do not go from 0 to ``tokens``.
 
-    Cost: four small operations. No copy to or from the device, no synchronisation.
-
     Example:
         >>> cu_seqlens = torch.tensor([0, 3, 5], dtype=torch.int32)
         >>> shift_tokens(torch.arange(5), cu_seqlens, "left", fill=-100)
@@ -66,8 +64,6 @@ def shift_tokens(
 
 def end_tokens(cu_seqlens: torch.Tensor, num_tokens: int, end: End) -> torch.Tensor:
     """Return the index of the first or last token of each sequence; any index if it is empty.
-
-    Cost: two small operations, no synchronisation.
 
     Example:
         >>> end_tokens(torch.tensor([0, 3, 5, 5]), 5, "last")
@@ -99,9 +95,6 @@ def drop_tokens(
     Raises:
         TypeError: If an argument is of the wrong type.
         ValueError: As `shift_tokens`.
-
-    Cost: a search and a gather, a dozen small operations. No copy to or from the device, no
-    synchronisation.
 
     Example:
         >>> cu_seqlens = torch.tensor([0, 3, 5], dtype=torch.int32)

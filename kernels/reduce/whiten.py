@@ -54,9 +54,6 @@ def whiten(
         ValueError: If shapes or devices disagree, ``x`` requires a gradient, ``eps`` is negative or
             not finite, or ``ddof`` is neither 0 nor 1.
 
-    Cost: two launches, of which each reads ``x``; one up to 4,096 entries. No copy of contiguous
-    tensors that begin at a multiple of 16 bytes, no host synchronisation.
-
     Example:
         >>> x, mask = torch.tensor([1.0, 2.0, 9.0, 3.0]), torch.tensor([True, True, False, True])
         >>> whiten(x, mask)
@@ -88,8 +85,6 @@ def moments_of(x: torch.Tensor, counts: torch.Tensor, impl: str) -> torch.Tensor
     Returns:
         ``[5]`` float64: count, mean, Σ(x - mean)², min, max; of no entries 0, 0, 0, inf, -inf.
         Where all are equal the third is exactly 0; where one is NaN, so are the last four.
-
-    Cost: one launch. No copy of contiguous tensors that begin at a multiple of 16 bytes.
     """
     moments: torch.Tensor = torch.ops.trajpack.masked_moments(
         x.contiguous(), counts.contiguous(), impl
@@ -110,8 +105,6 @@ def whiten_by(
     """Whiten the entries that count by ``[5]`` moments, their own if ``None``.
 
     Return the whitened entries, and ``[5]`` moments of the entries if none were given.
-
-    Cost: one launch; with moments of their own another for more than 4,096 entries.
     """
     inputs = x.contiguous(), counts.contiguous(), given, ddof, float(eps), center, impl
     whitened: tuple[torch.Tensor, torch.Tensor] = torch.ops.trajpack.whiten(*inputs)

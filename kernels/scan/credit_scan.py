@@ -134,9 +134,6 @@ def credit_scan(scan: Scan, op: str, impl: str) -> tuple[torch.Tensor, torch.Ten
     Returns:
         Advantages and returns, float32 ``[tokens]``, 0 where not generated. The kinds ``"returns"``
         and ``"adjoint"`` have one result; their second tensor is empty.
-
-    Cost: one launch where ``max_seqlen`` or the number of positions is at most 4,096, else two. No
-    copy, no host synchronisation.
     """
     inputs = scan._replace(limits=list(scan.limits))
     results: tuple[torch.Tensor, torch.Tensor] = torch.ops.trajpack.credit_scan(*inputs, op, impl)

@@ -58,10 +58,6 @@ def segment_sum(
             a device segments are not read: entries outside are left out, and results of boundaries
             that decrease are arbitrary.
 
-    Cost: on a device float32 between boundaries is scanned as by `discounted_returns`, with a dozen
-    small operations; integers and bools are summed up once; float64 and spans are sorted. No copy,
-    no host synchronisation.
-
     Example:
         >>> logprobs = torch.tensor([-1.0, -2.0, -4.0, -8.0])
         >>> generated = torch.tensor([False, True, True, True])

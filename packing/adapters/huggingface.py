@@ -47,9 +47,6 @@ def to_padding_free(
     Raises:
         ValueError: If ``labels`` is neither.
 
-    Cost: labels take some launches over the tokens, positions one where they do not start at 0;
-    the rest are views. No synchronisation.
-
     Example:
         >>> from trajpack import Trajectory, Turn, pack
         >>> batch = pack([Trajectory(name, [Turn([1, 2], [3], [-0.5])]) for name in "ab"])

@@ -45,9 +45,6 @@ class LMHead:
         ValueError: If log-probabilities of a trial input differ from those of the model's logits,
             because it makes them in another way; if `check_tree_attention` refuses the model.
 
-    Cost: two forward passes over eight tokens, for trees also those of `check_tree_attention`, six
-        of up to 132 tokens; then nothing is compared again.
-
     Example:
         >>> import trajpack
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -98,8 +95,6 @@ class LMHead:
         Raises:
             TypeError, ValueError: As the method of the batch; ValueError also if the model does not
                 compute trees.
-
-        Cost: a forward pass of the decoder, and that of `PackedBatch.logprobs`.
         """
         if isinstance(batch, TreeNodes) and not self._is_tree_checked:
             self._check_trees(type(self._model).__name__)

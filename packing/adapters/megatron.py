@@ -30,8 +30,6 @@ def packed_seq_params_kwargs(batch: Packed, *, lengths: Lengths = "both") -> dic
     With ``lengths="padded"`` padded lengths stand for the true ones too, and ``pad_between_seqs``
     is False: for engines that treat padding as tokens.
 
-    Cost: views; lengths are known to the host. No synchronisation.
-
     Example:
         >>> from trajpack import Trajectory, Turn, pack
         >>> batch = pack([Trajectory(name, [Turn([1, 2], [3], [-0.5])]) for name in "ab"])
@@ -63,9 +61,6 @@ def to_packed_seq_params(batch: Packed, *, lengths: Lengths = "both") -> Any:
 
     The model takes it with ``input_ids[None]``, ``position_ids[None]`` and no attention mask. Has
     those fields of `packed_seq_params_kwargs` that the installed version has.
-
-    Cost: views. No synchronisation: the class would read the device to derive ``seq_idx``, so that
-    is set afterwards.
     """
     require("megatron")
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -118,8 +113,6 @@ def tree_rank_nodes(
         TypeError: If ``tree`` is no tree.
         ValueError: If it has no nodes, or ``cp_size``, ``cp_rank`` or ``multiple`` is out of range.
 
-    Cost: computed on the host; one copy to the device. No synchronisation.
-
     Example:
         >>> from trajpack import Trajectory, Turn, pack_tree
         >>> turns = [Turn([1, 2], [3], [-0.5]), Turn([1, 2], [4, 5, 6], [-0.5] * 3)]
@@ -157,9 +150,6 @@ def tree_packed_seq_params_kwargs(
     Raises:
         TypeError: As `tree_rank_nodes`.
         ValueError: As `tree_rank_nodes`.
-
-    Cost: computed on the host from the plan, some passes over nodes and entries; six copies to the
-    device. No synchronisation.
     """
     total, places = _ranks("tree_packed_seq_params_kwargs", tree, (cp_size, cp_rank), multiple)
     starts, parents, depths = tree.segments(total)

@@ -65,9 +65,6 @@ def to_tensor_micro_batch(
     Raises:
         ValueError: As in all formats, and if there are not as many names as sequences, or a
             sampling mask has another shape.
-
-    Cost: views and some launches over the tokens; ``env_names`` is a list of the host. No
-    synchronisation.
     """
     op = "to_tensor_micro_batch"
     check_sequences(batch)
@@ -113,8 +110,6 @@ def to_micro_batch(
     ``routed_experts`` is a dictionary of bytes, shape and the dtype's name. ``sampling_mask``, with
     that field only, is a dictionary of bytes: ``ids`` of all tokens and their ``counts``, int32.
     Without ``lora_num_tokens``, which the receiver counts.
-
-    Cost: copies every field to the host (synchronises) and makes lists of it.
     """
     found = to_tensor_micro_batch(batch, temperature=temperature, env_names=env_names)
     for name in ("lora_num_tokens", *LEFT_OUT):
@@ -139,8 +134,6 @@ def to_training_samples(
 
     Raises:
         TypeError, ValueError: As `to_tensor_micro_batch`, but advantages may be missing.
-
-    Cost: copies every field to the host (synchronises) and makes lists of it.
     """
     op = "to_training_samples"
     check_whole(op, batch)

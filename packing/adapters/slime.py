@@ -107,7 +107,7 @@ def to_train_data(
 
     ``rewards`` has one for each sequence, already compared within groups as slime's ``rewards``
     are, for example by `trajpack.kernels.group_advantages`; ``source_names`` has one for each or is
-    one for all. Other numbers of them are a `ValueError`. Cost: as `to_samples`.
+    one for all. Other numbers of them are a `ValueError`.
     """
     op, samples = "to_train_data", to_samples(batch)
     found = {key: [sample[of] for sample in samples] for key, of in TRAIN_KEYS.items()}

@@ -18,8 +18,6 @@ def to_datum_kwargs(batch: PackedBatch, *, mask: bool = True) -> list[dict[str, 
     ``mask=False`` leaves the mask out, which recipes read and remove before sending. Sequences of
     one token predict nothing and are omitted. Nothing is padded.
 
-    Cost: copies four tensors to the host (synchronises); the inputs are views of that.
-
     Example:
         >>> from trajpack import GroupEstimator, Trajectory, Turn, pack
         >>> batch = pack([Trajectory("a", [Turn([1, 2], [3, 4], [-0.5, -0.25])])])

@@ -43,8 +43,6 @@ def to_training_microbatch(
         ValueError: As in all formats, and if there is no row, a row is longer than ``seq_len``, or
             the multiple is below 1.
 
-    Cost: some launches over each row, no synchronisation.
-
     Example:
         >>> from trajpack import GroupEstimator, Trajectory, Turn, pack
         >>> turn = Turn([1, 2], [3], [-0.5])
@@ -73,8 +71,6 @@ def to_training_samples(batch: PackedBatch) -> list[dict[str, Any]]:
 
     Keys and types are those of ``docs/formats/torchtitan.md``, but ``rollout_id``, the trainer's
     number of group and member.
-
-    Cost: copies five tensors to the host (synchronises) and makes lists of them.
     """
     check_whole("to_training_samples", batch)
     columns = {

@@ -65,9 +65,6 @@ def to_grpo_inputs(
         TypeError: As in all formats, and if one of ``optional`` is no tensor or of another name.
         ValueError: As in all formats, and if a row is longer than its width.
 
-    Cost: some launches for each entry. One host read of two widths, which synchronises a device,
-    unless both are given; one more for ``"sequence"``.
-
     Example:
         >>> from trajpack import GroupEstimator, Trajectory, Turn, pack
         >>> turns = [Turn([1, 2], [3], [-0.5]), Turn([1, 2, 3, 4], [5, 6], [-0.1, -0.2])]
@@ -118,8 +115,6 @@ def to_async_samples(batch: PackedBatch) -> list[dict[str, Any]]:
     TRL's planner folds sequences with a common prefix into one row, and its collator writes it.
     Advantages that differ within a sequence are a `ValueError`. Keys, dtypes and shapes are those
     of ``docs/formats/trl.md``.
-
-    Cost: copies the tensors to the host, which synchronises a device; arrays are views of that.
     """
     op = "to_async_samples"
     check_whole(op, batch)
@@ -157,8 +152,6 @@ def to_async_row(
 
     Raises:
         ValueError: As in all formats; also if a tree has another ``boundary``, or no nodes.
-
-    Cost: some launches over the tokens, no synchronisation; of a tree as `to_tree_kwargs`.
     """
     if isinstance(batch, TreeNodes):
         return row_of_tree(batch, num_trained)
@@ -195,8 +188,6 @@ def to_flat_async_row(batch: Packed, *, num_trained: torch.Tensor | None = None)
 
     The trainer itself drops the first column: a sequence's first token predicts nothing.
     ``num_trained`` as in `to_async_row`.
-
-    Cost: views and a few launches, no synchronisation.
     """
     check_sequences(batch)
     return {

@@ -34,9 +34,6 @@ def to_tree_kwargs(tree: TreeNodes) -> dict[str, Any]:
         TypeError: If ``tree`` is neither.
         ValueError: If it has no nodes.
 
-    Cost: computed on the host from the plan, without a look at the device: the sum of all paths,
-    which is quadratic in the branches of a trunk; one copy for each tensor.
-
     Example:
         >>> from trajpack import Trajectory, Turn, pack_tree
         >>> turns = [Turn([1, 2], [3], [-0.5]), Turn([1, 2], [4], [-0.5])]

@@ -301,8 +301,6 @@ class PackedBatch(LabelMethods, LogprobMethods):
         """Return the batch on ``device``; the same object if it is there already.
 
         Lengths that are known on the host stay known.
-
-        Cost: one copy a tensor. Packing for the device is one copy in all.
         """
         moved: dict[str, Any] = {
             name: tensor.to(device, non_blocking=non_blocking)
@@ -332,9 +330,6 @@ class PackedBatch(LabelMethods, LogprobMethods):
 
         Args:
             stream: The `torch.cuda.Stream` that reads the batch.
-
-        Cost: one call of ``torch.Tensor.record_stream`` a storage, three or more. No copy, no
-            synchronisation. Does nothing on the host.
         """
         # fields that were not made yet are in the memory of the boundaries or of the token ids
         shared = [self.cu_seqlens, self.input_ids]
@@ -373,8 +368,6 @@ class PackedBatch(LabelMethods, LogprobMethods):
             ``[1, tokens]``: `sequence_ids`; ``cu_seq_lens_q`` and ``cu_seq_lens_k``, int32
             ``[sequences + 1]``; ``max_length_q`` and ``max_length_k``, integers;
             ``use_cache=False``.
-
-        Cost: views; nothing is copied or synchronised.
         """
         return model_inputs(
             self.input_ids,
@@ -386,10 +379,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
         )
 
     def unpack(self) -> list[Trajectory]:
-        """Return the packed trajectories, equal in every value, in their order.
-
-        Cost: copies the batch to the host (synchronises); the turns' arrays are views of the copy.
-        """
+        """Return the packed trajectories, equal in every value, in their order."""
         from trajpack.packing.batch.unpack import unpack  # it imports this class
 
         return unpack(self)
@@ -447,15 +437,6 @@ class PackedBatch(LabelMethods, LogprobMethods):
         Warns:
             UserWarning: If the estimator compares trajectories and every group has one member.
 
-        Cost: one launch over tokens, a second one for trajectories of more than 4,096 of them,
-        three where trajectories are compared, five for `GiGPO`; one or two more if the estimator
-        whitens, a dozen with ``all_reduce``; up to five where cut-off trajectories are masked. Of
-        a batch that was not packed but copied or loaded, the host knows less: up to six more, and
-        trajectories of several sequences count as one of all their tokens.
-        ``metrics`` of an estimator that does not whiten are one launch at most, at first access:
-        read them before `advantages` are changed in place.
-        No copy, no synchronisation.
-
         Reference:
             Each estimator names its own.
         """
@@ -482,8 +463,6 @@ class PackedBatch(LabelMethods, LogprobMethods):
             TypeError: If ``x`` is no tensor.
             ValueError: If ``of`` is unknown, or ``x`` has another length or device.
 
-        Cost: up to six small operations. No synchronisation.
-
         Example:
             >>> import torch, trajpack
             >>> turns = [trajpack.Turn([1], [2, 3], [-0.5] * 2), trajpack.Turn([4], [5], [-0.5])]
@@ -507,8 +486,6 @@ class PackedBatch(LabelMethods, LogprobMethods):
         Raises:
             TypeError: If ``mask`` is not bool.
             ValueError: If it has another shape or device.
-
-        Cost: one small operation. No synchronisation.
 
         Example:
             >>> import trajpack
@@ -558,12 +535,6 @@ class PackedBatch(LabelMethods, LogprobMethods):
             ValueError: If ``per`` is unknown, or the aggregation has no sequence mean; see also
                 `trajpack.kernels.loss_weights`.
 
-        Cost: one launch over tokens for ``"token_mean"`` and ``"constant"``; four for all others,
-        of which one is over tokens.
-        Of a batch whose `loss_mask` was narrowed, or that was not packed but copied or loaded, that
-        of `trajpack.kernels.loss_weights` and a dozen small operations. A few more with
-        ``truncated="mask"``. No copy, no synchronisation.
-
         Reference:
             `trajpack.kernels.loss_weights`.
 
@@ -609,8 +580,6 @@ class PackedBatch(LabelMethods, LogprobMethods):
         Raises:
             ValueError: As `loss_weights`.
 
-        Cost: up to 30 small operations. No copy, no synchronisation.
-
         Reference:
             `trajpack.kernels.loss_weights`.
         """
@@ -646,9 +615,6 @@ class PackedBatch(LabelMethods, LogprobMethods):
 
         Raises:
             ValueError: If ``per`` is unknown, or see `trajpack.kernels.importance_weights`.
-
-        Cost: two launches for levels of tokens, four for segments; of trajectories of a batch that
-        was not packed but copied or loaded, six small ones more. No copy, no synchronisation.
 
         Reference:
             `trajpack.kernels.importance_weights`.
@@ -749,11 +715,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
 
     @cached_property
     def generated_lens(self) -> tuple[int, ...]:
-        """Generated tokens of each sequence.
-
-        Cost: known from the host where `pack` made the batch, `with_advantages` included; of any
-        other batch two copies of 4 bytes a turn (synchronises), at first access.
-        """
+        """Generated tokens of each sequence."""
         known = self.__dict__.get("_later", {}).get("generated_lens")
         if known is not None:
             counted: tuple[int, ...] = known("generated_lens")
@@ -767,9 +729,6 @@ class PackedBatch(LabelMethods, LogprobMethods):
         """Values of each ragged field, by name: int64 ``[sequences, 2]`` on the host.
 
         The second column has the generated tokens without any.
-
-        Cost: as `generated_lens`; of another batch than a packed one, two copies a field of 4 bytes
-        a token (synchronises).
         """
         known = self.__dict__.get("_later", {}).get("value_lens")
         if known is not None:
@@ -786,14 +745,11 @@ class PackedBatch(LabelMethods, LogprobMethods):
 
     @property
     def value_counts(self) -> dict[str, tuple[int, int]]:
-        """Values of each ragged field, and generated tokens without any. Cost: as `value_lens`."""
+        """Values of each ragged field, and generated tokens without any."""
         return summed(self.value_lens)
 
     def compact_fields(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Return `fields` and `ragged_values` that hold the values in the order of the tokens.
-
-        Cost: a dozen small operations for each ragged field, nothing for others. As `value_lens`.
-        """
+        """Return `fields` and `ragged_values` that hold the values in the order of the tokens."""
         fields, values = dict(self.fields), {}
         for name in self.ragged_values:
             cu, values[name] = self.values_of_tokens(name)
@@ -830,9 +786,6 @@ class PackedBatch(LabelMethods, LogprobMethods):
                 or the alignment has no room.
             RuntimeError: While a CUDA graph is captured.
 
-        Cost: one copy of 16 bytes a sequence, from pinned memory, and one launch; no
-        synchronisation. The first call makes a pass over the batch's lengths on the host.
-
         Example:
             >>> import trajpack
             >>> turn = trajpack.Turn([1, 2], [3], [-0.5])
@@ -866,9 +819,6 @@ class PackedBatch(LabelMethods, LogprobMethods):
             ValueError: As `select`; also if the plan is for other sequences, or a padded
                 micro-batch exceeds the plan's capacity. All are checked before the first is made.
             RuntimeError: As `select`.
-
-        Cost: one copy for all micro-batches together, of 16 bytes a sequence, from pinned memory;
-        one launch for each; no synchronisation.
         """
         placed = place_plan(self.host_lengths, plan, alignment)
         return cut(self, placed, alignment, tensors, impl)
@@ -881,10 +831,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
         *,
         impl: Impl = "auto",
     ) -> list[MicroBatch]:
-        """Return all micro-batches of a plan: `micro_batches` as a list.
-
-        Cost: as `micro_batches`, and the memory of the whole batch again.
-        """
+        """Return all micro-batches of a plan: `micro_batches` as a list."""
         return list(self.micro_batches(plan, alignment, tensors, impl=impl))
 
     def merge(
@@ -917,9 +864,6 @@ class PackedBatch(LabelMethods, LogprobMethods):
                 dtype or shape of a row, or the plan does not fit the batch.
             RuntimeError: While a CUDA graph is captured.
 
-        Cost: one concatenation and one launch; one copy of 16 bytes a sequence; no
-        synchronisation.
-
         Example:
             >>> import torch, trajpack
             >>> turn = trajpack.Turn([1, 2], [3], [-0.5])
@@ -938,8 +882,6 @@ class PackedBatch(LabelMethods, LogprobMethods):
         A plan can truncate sequences there: ``plan_micro_batches(batch.seqlens, capacity,
         oversized="truncate_at_turn", turn_ends=batch.turn_ends())``.
 
-        Cost: from a device, two copies of 4 and 8 bytes a turn (synchronises).
-
         Example:
             >>> import trajpack
             >>> turns = [trajpack.Turn([1], [2], [-0.5]), trajpack.Turn([1, 2, 3], [4], [-0.5])]
@@ -957,8 +899,6 @@ class PackedBatch(LabelMethods, LogprobMethods):
 
         The numbers do not depend on the layout of the batch. Both are equal for a batch of
         `trajpack.pack_resident` in layout ``"turns"``, which does not compare prompts.
-
-        Cost: from a device, three copies of 16 bytes a turn (synchronises).
 
         Example:
             >>> import trajpack
@@ -986,8 +926,6 @@ class PackedBatch(LabelMethods, LogprobMethods):
             TypeError: If ``field`` is no `TokenField`, or ``rows`` no tensor or of another dtype.
             ValueError: If the batch has a field of that name, the shape or the device differs,
                 ``rows`` is sparse or its memory was freed, or the field is ragged.
-
-        Cost: one launch if ``field.generated_only``, else none. No synchronisation.
 
         Example:
             >>> from trajpack import TokenField, Trajectory, Turn, pack
@@ -1033,8 +971,6 @@ class PackedBatch(LabelMethods, LogprobMethods):
             is_known: Whether tables and numbers that packing left, and cached properties, stay
                 valid. They are no fields.
             changes: Fields of the new batch.
-
-        Cost: no copy, no launch; of the host the same for a packed batch of any size.
         """
         own = self.__dict__.copy()  # another thread may make fields meanwhile
         shared, later = own.get("_later", {}), {}

@@ -59,8 +59,6 @@ def sequence_spans(batch: PackedBatch, sequence: int) -> list[Span]:
 def describe(batch: PackedBatch) -> list[tuple[str, str]]:
     """Return the content of a batch as pairs of a name and a value in words.
 
-    Cost: copies the turn tensors to the host (synchronises).
-
     Example:
         >>> from trajpack import Trajectory, Turn, pack
         >>> for name, value in describe(pack([Trajectory("a", [Turn([1, 2], [3], [-0.1])])])):

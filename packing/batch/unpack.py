@@ -25,8 +25,6 @@ def unpack(batch: PackedBatch) -> list[Trajectory]:
     Args:
         batch: Batch as it was packed; a micro-batch is none.
 
-    Cost: copies the batch to the host (synchronises); the turns' arrays are views of the copy.
-
     Example:
         >>> from trajpack import Trajectory, Turn, pack
         >>> trajectories = [Trajectory("a", [Turn([1, 2], [3], [-0.5], reward=1.0)])]

@@ -58,8 +58,6 @@ def reason_of(history: Tokens, prompt: Tokens) -> tuple[Reason, int | None, int 
 
     ``history`` and ``prompt`` are the tokens of both behind the shared ones.
 
-    Cost: three sorts of both.
-
     Example:
         >>> reason_of(np.array([5, 6, 7]), np.array([6, 7, 8]))
         ('stripped', 1, 0)
@@ -77,8 +75,6 @@ def is_retokenized(prompt: bytes, completion: bytes, later: bytes) -> bool:
 
     That is what tokens of decoded text do, or a template that ends messages in its own way. All are
     int32 tokens; ``later`` is the prompt of a later turn.
-
-    Cost: one comparison of all; three sorts of 64 tokens.
     """
     if not later.startswith(prompt):
         return False

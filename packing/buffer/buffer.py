@@ -79,8 +79,6 @@ def pack(
     Raises:
         TypeError, ValueError: As `TrajectoryBuffer.extend`.
 
-    Cost: as `TrajectoryBuffer.extend` and `TrajectoryBuffer.pack`.
-
     Example:
         >>> from trajpack import Trajectory, Turn
         >>> first = Turn([1, 2], [3, 4], [-0.1, -0.2], reward=-1.0)
@@ -243,12 +241,6 @@ class TrajectoryBuffer:
                 tokens before it with other rows of an extra field.
 
         No other thread may write the arrays meanwhile.
-
-        Cost: copies the new tokens and, for a trajectory of several turns, each prompt, which is
-            compared with the chain it extends, at memory speed; about 30 microseconds a call and
-            3 a turn. Arrays of int32 and float32 are not converted. CUDA tensors are read back
-            (one synchronisation each; see `pack_resident`). After `pack` without `clear`, waits
-            for the copy of that pack.
         """
         given = several_trajectories(trajectories)
         if not given:
@@ -296,13 +288,6 @@ class TrajectoryBuffer:
         Raises:
             ValueError: If ``layout`` or ``impl`` is unknown, or the batch would exceed 2³¹ tokens.
             RuntimeError: If ``impl`` cannot run for this device.
-
-        Cost: one host-to-device copy of the stored words and tables, two launches, a third one for
-            extra fields, no synchronisation; 38 bytes a token are written on the device. The
-            host's part does not grow with the batch if the layout is that of the previous pack (at
-            first ``"merged"``), because tables are kept for one layout at a time. A CUDA graph that
-            captures a pack replays this batch while the buffer exists. If another stream reads the
-            batch, call `PackedBatch.record_stream`.
         """
         check_layout(layout)
         chosen = resolve_impl("pack", impl, self.device)

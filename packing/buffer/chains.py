@@ -120,9 +120,6 @@ def validate_turns(
         TypeError: If a value is of the wrong kind.
         ValueError: If a value is out of range, lengths disagree, or there is no turn. Both name the
             trajectory, the turn and the value.
-
-    Cost: each prompt of a trajectory of several turns is copied once and compared with the chains
-    it may extend, at memory speed.
     """
     intake = ValidatedTurns(fields, tuple(trajectories), rows=[[] for _ in fields])
     for trajectory in intake.trajectories:

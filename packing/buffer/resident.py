@@ -46,10 +46,6 @@ def pack_resident(
         ValueError: If lengths disagree, devices differ, or a turn brings extra fields.
         RuntimeError: If ``impl`` cannot run for the device, or a CUDA graph is captured.
 
-    Cost: one copy of the tables, a launch for about 128 tensors and some more, no synchronisation.
-        The tensors must be ready on the current stream; call ``record_stream`` on tensors of
-        another stream.
-
     Example:
         >>> turn = Turn(torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([-0.5]))
         >>> pack_resident([Trajectory("a", [turn])]).input_ids

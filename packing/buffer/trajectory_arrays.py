@@ -100,8 +100,6 @@ class TrajectoryArrays:
 
         Raises:
             TypeError, ValueError: As `TrajectoryBuffer.extend`; names trajectory and turn.
-
-        Cost: as `TrajectoryBuffer.extend`.
         """
         undeclared: _Undeclared = {}
         if fields is None:
@@ -165,10 +163,7 @@ class TrajectoryArrays:
         return self.turns[:, INTEGERS.index(name)]
 
     def copied(self) -> TrajectoryArrays:
-        """Return the same in memory of this process, so that an object store can let go of it.
-
-        Cost: copies 8 bytes a token.
-        """
+        """Return the same in memory of this process, so that an object store can let go of it."""
         copies: dict[str, Any] = {name: one.copy() for name, one in self._arrays().items()}
         copies["rows"] = tuple(rows.copy() for rows in self.rows)
         copies["undeclared"] = {

@@ -57,9 +57,6 @@ def save(batch: PackedBatch | TreeBatch, path: str | os.PathLike[str]) -> None:
         OSError: If the file cannot be written, or ``path`` is no file. A file at ``path`` then
             keeps its content.
         ValueError: If the batch differs in more from a pack of its trajectories. It names what.
-
-    Cost: copies the batch to the host (synchronises), unpacks and packs it there. About 8 bytes a
-        token are written, and 4 more for each of advantages and returns.
     """
     place = Path(os.path.realpath(path))
     if place.exists() and not place.is_file():
@@ -81,8 +78,6 @@ def load(path: str | os.PathLike[str]) -> PackedBatch:
         ValueError: If the file is no packed batch, has an unknown schema or is damaged. The error
             names the file.
 
-    Cost: reads the file, and packs its trajectories. Memory: the batch and twice the file.
-
     Example:
         >>> import tempfile, trajpack
         >>> batch = pack([trajpack.Trajectory("a", [trajpack.Turn([1, 2], [3], [-0.5])])])
@@ -103,8 +98,6 @@ def load_tree(path: str | os.PathLike[str]) -> TreeBatch:
     Raises:
         OSError: If the file cannot be read.
         ValueError: As `load`; also if the layout is not ``"merged"``.
-
-    Cost: as `load` and `trajpack.pack_tree`.
     """
     batch, options = _loaded(path)
     try:

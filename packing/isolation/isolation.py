@@ -72,10 +72,6 @@ def check_isolation(
             batch. If logits are NaN, or do not depend on the tokens.
         TypeError: If the model returns no logits, or has no known vocabulary.
 
-    Cost: 18 forward passes of up to 337 tokens, without gradients; where logits move, two more for
-    each sequence that moves others, with the activations of all modules on the host. Synchronises
-    after each. Modes, buffers and the generators of torch, numpy and Python are left as they were.
-
     Example:
         >>> from trajpack.agent import build_tiny_model
         >>> model, tokenizer = build_tiny_model(seed=0)

@@ -39,8 +39,6 @@ def check_tree_attention(model: Any) -> None:
         ValueError: If a module is dropout in training; if the model refuses the tree, with its own
             error as the cause; or if logits differ.
 
-    Cost: 6 forward passes of up to 132 tokens, without gradients; synchronises.
-
     Example:
         >>> from trajpack.agent import build_tiny_model
         >>> from trajpack.packing.tree_attention.huggingface import register_tree_attention

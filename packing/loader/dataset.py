@@ -89,10 +89,6 @@ class PackedDataset(IterableDataset[Piece]):
         TypeError: If an argument is of a wrong kind.
         ValueError: If an argument is out of range.
 
-    Cost: every worker of every rank packs each window on the host, at memory speed; one worker is
-        enough to do that beside the training. A source that makes its trajectories when it is read,
-        such as `trajpack.agent.conversations_to_trajectories`, makes them in each worker.
-
     Example:
         >>> from trajpack import Trajectory, Turn
         >>> trajectories = [Trajectory(str(n), [Turn([1] * n, [2], [0.0])]) for n in range(1, 6)]

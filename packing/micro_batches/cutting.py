@@ -183,10 +183,7 @@ class TokenSelection:
         ]
 
     def select(self, one: PaddedMicroBatch, table: torch.Tensor, impl: Impl) -> MicroBatch:
-        """Return a micro-batch by its table on the device.
-
-        Cost: one launch.
-        """
+        """Return a micro-batch by its table on the device."""
         alignment = self._alignment
         lengths, padded, num_tokens = one.placement
         rows, position_ids, sequence_ids = self._sources.select(
@@ -320,10 +317,7 @@ def _row_of(tensor: torch.Tensor) -> str:
 
 
 def send_tables(tables: Sequence[SegmentTable], device: torch.device) -> list[torch.Tensor]:
-    """Return tables on the device, int32 ``[rows, columns]`` each; spare columns repeat the end.
-
-    Cost: one copy from pinned memory for all of them; none on the host.
-    """
+    """Return tables on the device, int32 ``[rows, columns]`` each; spare columns repeat the end."""
     remedy = "their tables leave host memory that is gone by the replay: make them before"
     check_not_captured("micro-batches", device, remedy)
     rows = CU_SEQLENS + 1

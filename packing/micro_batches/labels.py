@@ -52,8 +52,6 @@ class LabelMethods:
         Raises:
             ValueError: If there is no such convention.
 
-        Cost: six small operations, a few more with ``"drop_last"``. No synchronisation.
-
         Example:
             >>> import trajpack
             >>> turn = trajpack.Turn([1, 2], [3, 4], [-0.5, -0.5])
@@ -89,8 +87,6 @@ class LabelMethods:
         Raises:
             TypeError: If ``x`` is no tensor, or ``None`` as missing advantages are.
             ValueError: If ``x`` has another number of tokens, or ``direction`` is neither.
-
-        Cost: four small operations. No synchronisation.
         """
         self._check_given("shift", x)
         return shift_tokens(x, self._boundaries, direction, fill)
@@ -104,8 +100,6 @@ class LabelMethods:
         Raises:
             TypeError: If ``x`` is no tensor, or ``None`` as missing advantages are.
             ValueError: If ``x`` has another number of tokens, or ``end`` is neither.
-
-        Cost: a dozen small operations. No synchronisation.
         """
         self._check_given("drop", x)
         lengths = getattr(self, "padded_seqlens", self._tokens.seqlens)

@@ -59,9 +59,6 @@ class LogprobMethods:
         Raises:
             ValueError: If ``most`` is below `num_generated`.
 
-        Cost: a pass over `loss_mask`, and four small operations over the result. No
-        synchronisation.
-
         Example:
             >>> import trajpack
             >>> turn = trajpack.Turn([1, 2], [3, 4], [-0.5, -0.5])
@@ -90,20 +87,13 @@ class LogprobMethods:
 
         Raises:
             ValueError: If there is no such field; see also `logprob_rows`.
-
-        Cost: that of `logprob_rows`, and a dozen small operations. No synchronisation where `pack`
-            made the batch, `PackedBatch.with_advantages` included; of any other batch as
-            `PackedBatch.value_lens`.
         """
         spans = self._spans(name)
         spans = spans if spans.shape[0] else spans.new_zeros(1, 2)
         return self._gathered(name, spans[self.logprob_rows(most)[0] + 1])
 
     def values_of_tokens(self, name: str) -> Ragged:
-        """Return the values of a ragged field for each token of `fields`, in their order.
-
-        Cost: a dozen small operations, and that of `PackedBatch.value_lens`.
-        """
+        """Return the values of a ragged field for each token of `fields`, in their order."""
         return self._gathered(name, self._spans(name))
 
     def _spans(self, name: str) -> torch.Tensor:
@@ -166,10 +156,6 @@ class LogprobMethods:
             TypeError, ValueError: As `trajpack.kernels.token_logprobs`; also if ``hidden`` has not
                 one row for each place, if ``lm_head`` computes more than its weight and bias say,
                 or if logits meet what needs hidden states.
-
-        Cost: as `logprob_rows` and `trajpack.kernels.token_logprobs`; of trees also a gather, and
-            backward a sort of ``[entries]`` indices. With logits, a copy of the rows and their
-            softmax.
 
         Example:
             >>> import torch, trajpack

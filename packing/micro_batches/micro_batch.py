@@ -225,14 +225,12 @@ class MicroBatch(LabelMethods, LogprobMethods):
 
         Args:
             stream: Stream that reads the micro-batch, a `torch.cuda.Stream`.
-
-        Cost: one call of ``torch.Tensor.record_stream`` a storage. No copy, no synchronisation.
         """
         given = [*self.fields.values(), *self.ragged_values.values()]
         record_storages([*self.tensors().values(), *given], stream)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
-        """Return the micro-batch on a device. Cost: one copy a tensor."""
+        """Return the micro-batch on a device."""
         return moved(self, lambda one: one.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> MicroBatch:
@@ -248,8 +246,6 @@ class MicroBatch(LabelMethods, LogprobMethods):
 
         Args:
             mrope: As for `PackedBatch.model_inputs`.
-
-        Cost: views; nothing is copied or synchronised.
         """
         return model_inputs(
             self.input_ids,
@@ -269,8 +265,6 @@ class MicroBatch(LabelMethods, LogprobMethods):
 
         Raises:
             ValueError: As there; on any device if the length of a sequence is not divisible.
-
-        Cost: a dozen small operations. No synchronisation.
         """
         chunks = chunks_of(cp_size, partition)
         wrong = [number for number, n in enumerate(self.padded_seqlens) if n % chunks]
@@ -307,8 +301,6 @@ class MicroBatch(LabelMethods, LogprobMethods):
             TypeError: If one of ``tensors`` is no tensor.
             ValueError: As `context_parallel_index`, or if one of ``tensors`` has a wrong shape,
                 device or name.
-
-        Cost: one gather for each tensor. No synchronisation.
 
         Example:
             >>> import trajpack

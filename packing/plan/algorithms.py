@@ -43,8 +43,7 @@ def next_fit(items: PlanItems) -> tuple[Ints, int]:
         Johnson, *Near-optimal bin packing algorithms*, 1973.
 
     Returns:
-        The micro-batch of each item, and the number of micro-batches. Cost: O(bins log items),
-        and cumulative sums of all items.
+        The micro-batch of each item, and the number of micro-batches.
     """
     tokens, sequences = (np.cumsum(each).tolist() for each in (items.sizes, items.counts))
     lengths, begin = [], 0
@@ -67,9 +66,7 @@ def best_fit_decreasing(items: PlanItems) -> tuple[Ints, int]:
         Johnson, *Near-optimal bin packing algorithms*, 1973. Equal rooms go by number.
 
     Returns:
-        The micro-batch of each item, and the number of micro-batches. Cost: O(items log items),
-        less where sizes repeat; where items of several sequences meet a bound of sequences,
-        O(items bins) at worst.
+        The micro-batch of each item, and the number of micro-batches.
     """
     order = decreasing(items.counts)
     order = order[decreasing(items.sizes[order])]
@@ -167,9 +164,7 @@ def karmarkar_karp(items: PlanItems, num_bins: int) -> Ints | None:
         as in Michiels et al., 2003. Equal spreads go by the item that is larger or comes first.
 
     Returns:
-        The micro-batch of each item, or ``None`` where no room was found. Cost: about O(items
-        log items), and O(items log micro-batches) for parts that two solutions share; exchanges
-        look at `EXCHANGES` pairs of items at most.
+        The micro-batch of each item, or ``None`` where no room was found.
     """
     order = decreasing(items.costs)
     costs = items.costs[order].tolist()

@@ -181,9 +181,6 @@ def plan_micro_batches(  # noqa: PLR0913
         ValueError: If a sequence is too long, sequences kept together do not fit, or an argument
             has a wrong size or value.
 
-    Cost: on the host; about O(sequences log sequences). A tensor on a device is read back, which
-    waits for it: pass `PackedBatch.seqlens`.
-
     Example:
         >>> plan = plan_micro_batches([5, 3, 4, 2, 6], capacity=10)
         >>> [sequences.tolist() for sequences in plan]

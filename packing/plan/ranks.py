@@ -141,8 +141,6 @@ def plan_ranks(  # noqa: PLR0913
         TypeError, ValueError: As `plan_micro_batches`, and if there are fewer sequences or labels
             than steps.
 
-    Cost: on the host, as `plan_micro_batches`; labels cost a step of Python for each sequence.
-
     Example:
         >>> plans = plan_ranks([8, 7, 2, 3, 5, 6], num_ranks=2, capacity=10)
         >>> [[sequences.tolist() for sequences in plans.plan(rank)] for rank in range(2)]

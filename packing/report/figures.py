@@ -68,9 +68,6 @@ def figures_of(
     Raises:
         TypeError: If a number is not an integer.
         ValueError: If a number is below 1, or the capacity below the longest sequence.
-
-    Cost: copies the batch to the host (synchronises), sorts its sequences and plans it twice:
-        seconds for 100,000 sequences.
     """
     host = batch.to("cpu")
     check_count("report", "num_ranks", num_ranks)

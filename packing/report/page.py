@@ -71,8 +71,6 @@ def write_report(
         TypeError: If a number is not an integer.
         ValueError: If the path does not end with ``.html``, a number is below 1, or the capacity is
             below the longest sequence.
-
-    Cost: copies the batch to the host (synchronises). Seconds for 100,000 sequences.
     """
     path = Path(path)
     if path.suffix != ".html":

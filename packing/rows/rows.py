@@ -40,7 +40,7 @@ class Rows:
     def whole(self, packed: torch.Tensor, value: Number = 0) -> torch.Tensor:
         """Lay ``packed`` ``[tokens, *rest]`` out as ``[rows, columns, *rest]``, ``value`` as pad.
 
-        Differentiable. Cost: two launches, no synchronisation.
+        Differentiable.
         """
         holds = self.attention_mask
         if not self.num_tokens:
@@ -74,9 +74,6 @@ def rows_of(
         ValueError: If the batch is padded, or a prompt or a response is longer than its width.
             With both widths given and the batch on a GPU this is a device-side assertion;
             nothing is ever cut.
-
-    Cost: a few launches. One host read of two numbers, which synchronises a device, unless both
-    widths are given.
 
     Example:
         >>> from trajpack import Trajectory, Turn, pack
@@ -155,10 +152,7 @@ def turn_trajectories(batch: PackedBatch) -> torch.Tensor:
 
 
 def row_trajectories(batch: PackedBatch) -> list[int]:
-    """Return the index in ``batch.ids`` of each row's trajectory.
-
-    Cost: nothing where every trajectory is one sequence. Otherwise one read from the device.
-    """
+    """Return the index in ``batch.ids`` of each row's trajectory."""
     if len(batch) == len(batch.ids):
         return list(range(len(batch)))
     owners = batch.cu_turns.new_zeros(len(batch), dtype=torch.int64)
@@ -177,7 +171,7 @@ def row_groups(batch: PackedBatch) -> list[str]:
     """Return the name of each row's group, or the id of its trajectory if it has no group.
 
     Where such an id is also the name of a group or another id, ``#`` and the trajectory's index
-    follow it, so that no trainer compares the two. Cost: that of `row_trajectories`.
+    follow it, so that no trainer compares the two.
     """
     names = [
         name if group is None else group

@@ -20,8 +20,7 @@ from trajpack.packing.rows.packed import Packed
 def mask_rows(op: str, batch: Packed) -> torch.Tensor:
     """Return the field ``sampling_mask``, int32 ``[tokens, K]``; -1 where nothing was generated.
 
-    Raises a `ValueError` if it holds no integers, or has not one dimension per token. Cost: a
-    ragged field is laid out on the host (synchronises).
+    Raises a `ValueError` if it holds no integers, or has not one dimension per token.
     """
     if "sampling_mask" not in batch.ragged_values:
         return _padded_field(op, batch)

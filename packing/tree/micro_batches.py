@@ -59,7 +59,7 @@ class TreeMicroBatch(TreeNodes):
         return self.num_padding == self.num_nodes
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TreeMicroBatch:
-        """Return the micro-batch on a device. Cost: one copy a tensor."""
+        """Return the micro-batch on a device."""
         return moved(self, lambda one: one.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> TreeMicroBatch:
@@ -146,8 +146,6 @@ def _assemble(
     A node that the micro-batch's places own has its number in the batch minus ``shift``. A node
     before them is on the path to the first, so its number is its depth. That is the larger of the
     two for these nodes, and the smaller for the others.
-
-    Cost: eight small operations, nine with padding.
     """
     total, num_nodes = one.placement.num_tokens, one.chains.trie.num_nodes
     tree_end = rows.pop("tree_end").sub_(one.shift).clamp_(max=num_nodes)

@@ -130,10 +130,7 @@ class TreeNodes(LogprobMethods):
 
     @cached_property
     def entry_parent(self) -> torch.Tensor:
-        """int64 ``[entries]``: node whose output predicts each entry; never -1.
-
-        Cost: one gather and one conversion at first access.
-        """
+        """int64 ``[entries]``: node whose output predicts each entry; never -1."""
         return self.tree_parent[self.entry_node].long()
 
     @cached_property
@@ -171,8 +168,6 @@ class TreeNodes(LogprobMethods):
         Raises:
             ValueError: If ``most`` is below `num_trained`.
 
-        Cost: a pass over `loss_mask`, and six small operations. No synchronisation.
-
         Example:
             >>> import trajpack
             >>> turns = [trajpack.Turn([1], [2], [-0.5]), trajpack.Turn([1], [2, 3], [-0.5, -1.0])]
@@ -202,8 +197,6 @@ class TreeNodes(LogprobMethods):
 
         Raises:
             ValueError: If ``boundary`` is not ``"duplicate"``: a node may have several labels.
-
-        Cost: a fill and a scatter.
 
         Example:
             >>> import trajpack
@@ -256,8 +249,6 @@ class TreeNodes(LogprobMethods):
             TypeError: If ``dtype`` is neither bool nor a float dtype.
             ValueError: If ``window`` is below 1.
 
-        Cost: a few operations over ``nodes²`` entries.
-
         Example:
             >>> import trajpack
             >>> turns = [trajpack.Turn([1], [2], [-0.5]), trajpack.Turn([1], [3], [-0.5])]
@@ -291,8 +282,6 @@ class TreeNodes(LogprobMethods):
 
         Raises:
             ValueError: If there is no node.
-
-        Cost: two small operations.
         """
         if not self.num_nodes:
             raise ValueError(
@@ -317,8 +306,6 @@ class TreeNodes(LogprobMethods):
         Returns:
             First node of each and the number of nodes, ``[segments + 1]``; the segment before each,
             -1 at a root; the depth of its first node.
-
-        Cost: some passes over the chains, on the host. No synchronisation.
 
         Example:
             >>> import trajpack

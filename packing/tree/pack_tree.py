@@ -93,11 +93,6 @@ def pack_tree(
             or nodes and generated tokens would exceed 2³¹ together.
         RuntimeError: As `pack`.
 
-    Cost: as `TrajectoryBuffer.extend`. The plan on the host, a sort of the chains' bytes and a pass
-        over them; one host-to-device copy, two launches and three small operations, a launch more
-        for extra fields of all tokens and one for those of generated tokens; no synchronisation. 38
-        bytes a node and an entry are written.
-
     Example:
         >>> from trajpack import Trajectory, Turn
         >>> again = [Turn([1, 2], [3, 4], [-0.1, -0.2]), Turn([1, 2], [3, 5], [-0.3, -0.4])]
@@ -205,8 +200,6 @@ def arrange_tree(
 
     Raises:
         ValueError: If nodes and entries would pass 2³¹ together; the tables are unchanged then.
-
-    Cost: as `trie_of`, and a few passes over chains, spans and segments; none over tokens.
     """
     counts, staging = state.counts, buffer._staging
     spans = np.ascontiguousarray(buffer._tables.spans.rows[: counts.spans].T)

@@ -88,9 +88,6 @@ class TreeBatch(TreeNodes):
 
         A chain is a sequence of layout ``"merged"``. With ``"sum"`` the weights of a trajectory
         depend on those that it is packed with.
-
-        Cost: computed at first access, without synchronisation: ``"once"`` is one fill, ``"sum"`` a
-            copy of 8 bytes a chain and ten small operations.
         """
         if self.share == "once" or not self.num_entries:
             return torch.ones_like(self.rollout_logprobs)
@@ -180,10 +177,6 @@ class TreeBatch(TreeNodes):
     def statistics(self) -> TreeStatistics:
         """Return what the tree shares, between whom, and where and why prefixes broke.
 
-        Cost: a sort of the chains; if a prefix broke, a copy of the token ids to the host
-            (synchronises), and for each break a pass over the turns before it and three sorts of
-            the tokens behind it.
-
         Example:
             >>> import trajpack
             >>> turns = [
@@ -216,9 +209,6 @@ class TreeBatch(TreeNodes):
             TypeError: If the capacity is no integer.
             ValueError: If a chain is longer than the capacity, or an argument is unknown.
 
-        Cost: on the host, in time linear in the chains, about a microsecond each. No
-        synchronisation.
-
         Example:
             >>> import trajpack
             >>> turns = [trajpack.Turn([1, 2, 3], [n], [-0.5]) for n in range(5)]
@@ -240,8 +230,6 @@ class TreeBatch(TreeNodes):
 
         Raises:
             TypeError, ValueError: As `plan_micro_batches`.
-
-        Cost: as `plan_micro_batches`, about ``log2(capacity)`` times.
         """
         return plan_chain_ranks(
             self.chains, num_ranks, capacity, fewest=fewest, ids=self.entries.ids
@@ -275,9 +263,6 @@ class TreeBatch(TreeNodes):
                 sequence, or a tensor has a wrong shape, device or name. All are checked before the
                 first is made.
             RuntimeError: While a CUDA graph is captured.
-
-        Cost: one copy for all micro-batches together, from pinned memory; for each two launches and
-            eight or nine small operations. No synchronisation.
         """
         return cut_chains(self, plan, alignment, tensors, impl)
 
@@ -304,8 +289,6 @@ class TreeBatch(TreeNodes):
         Raises:
             TypeError, ValueError, RuntimeError: As `PackedBatch.merge`.
 
-        Cost: as there.
-
         Example:
             >>> import torch, trajpack
             >>> turns = [trajpack.Turn([1, 2, 3], [n], [-0.5 * n]) for n in range(5)]
@@ -324,8 +307,6 @@ class TreeBatch(TreeNodes):
 
         The batch that `trajpack.pack` makes of them, bit for bit, with the advantages, returns and
         metrics of this one.
-
-        Cost: copies the batch to the host (synchronises), and a pass over the tokens of all chains.
 
         Example:
             >>> import trajpack
@@ -375,17 +356,11 @@ class TreeBatch(TreeNodes):
         return PackedBatch(**given)
 
     def unpack(self) -> list[Trajectory]:
-        """Return the packed trajectories, equal in every value, in their order.
-
-        Cost: as `merged`.
-        """
+        """Return the packed trajectories, equal in every value, in their order."""
         return self.merged().unpack()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TreeBatch:
-        """Return the batch on ``device``; the same object if it is there already.
-
-        Cost: one copy a tensor. Packing for the device is one copy in all.
-        """
+        """Return the batch on ``device``; the same object if it is there already."""
         entries = self.entries.to(device, non_blocking)
         if entries is self.entries:
             return self

@@ -101,10 +101,7 @@ class Trie:
         return places
 
     def node_at(self, place: Ints, depth: Ints) -> Ints:
-        """Return the node at a depth on the path of each place.
-
-        Cost: a pass over the places for each owner on the longest path.
-        """
+        """Return the node at a depth on the path of each place."""
         place, above = place.copy(), np.flatnonzero(depth < self.shared[place])
         while above.size:
             place[above] = self.parent[place[above]]
@@ -112,10 +109,7 @@ class Trie:
         return self.first[place] + depth - self.shared[place]
 
     def pieces(self, place: Ints, begin: Ints, end: Ints) -> Pieces:
-        """Return the nodes at depths ``[begin, end)`` on the path of each place.
-
-        Cost: a pass over the stretches for each owner on the longest path.
-        """
+        """Return the nodes at depths ``[begin, end)`` on the path of each place."""
         index, found = np.arange(len(place)), list[Ints]()
         while index.size:
             shared = self.shared[place]
@@ -136,10 +130,7 @@ class Trie:
         return np.stack(_least(self.agreed, len(self.agreed)))
 
     def common(self, one: Ints, other: Ints) -> Ints:
-        """Return how many tokens the chains at the places ``one`` and ``other`` agree in.
-
-        Cost: at first access a table of the chains, times the logarithm of their number.
-        """
+        """Return how many tokens the chains at the places ``one`` and ``other`` agree in."""
         low, high = np.minimum(one, other), np.maximum(one, other)
         agreed = self.lengths[low]
         apart = np.flatnonzero(low < high)
@@ -210,9 +201,6 @@ def trie_of(
         rows: Rows of fields; tokens are equal only if their rows are, bit for bit.
         duplicate: Whether tokens share a node only if those behind them are equal too, or neither
             has one: a node is then followed by one token only.
-
-    Cost: a token is compared once if a chain beside it has it too; numpy calls for all chains
-        together, about as many as the logarithm of the chains that part on one path.
     """
     order, agreed = _sorted(words, sources, lengths, rows)
     sizes, shared = lengths[order], agreed

@@ -43,8 +43,6 @@ def visible(
 
     ``tree_end`` and ``position_ids`` are ``[nodes]``; a query attends to ``window`` depths, its own
     included, or to all if ``None``.
-
-    Cost: five small operations over a bool for each pair.
     """
     node = torch.arange(tree_end.shape[0], device=tree_end.device)
     query, key = node[queries, None], node[keys]
@@ -82,9 +80,6 @@ class TreeAttention:
 
     Raises:
         ValueError: If the backend is unknown.
-
-    Cost: the path backend reads the depths on the host once (synchronises on a device). Nothing
-        else synchronises.
     """
 
     def __init__(

@@ -126,8 +126,6 @@ def stretches_of(depths: Depths, heads: int = 1) -> list[Stretch]:
 
     ``depths`` are ``[nodes]``, of nodes that are numbered depth first.
 
-    Cost: a pass over the nodes; for each run the spans of its path.
-
     Example:
         >>> [(one.begin, one.end) for one in stretches_of(np.array([0, 1, 2, 1]))]
         [(0, 4)]

@@ -21,8 +21,6 @@ def block_mask(
     A block of queries visits a block of keys before it if one of the keys' subtrees ends behind the
     first query. It needs no test of pairs if all of them end behind the last query. Windows narrow
     both by the least and greatest depths of the blocks. Arguments are as of `TreeAttention`.
-
-    Cost: some operations over a number for each pair of blocks; no synchronisation.
     """
     nodes = len(tree_end)
     blocks = -(-nodes // BLOCK)

@@ -63,9 +63,6 @@ def register_tree_attention(backend: Backend = "auto") -> None:
         ModuleNotFoundError: If transformers is missing.
         ValueError: If ``backend`` is unknown.
 
-    Cost: none but the import of transformers. The plan of blocks is made in the first layer of a
-        forward pass, and kept as long as the ``attention_mask`` of the inputs.
-
     Example:
         >>> import torch, trajpack
         >>> from trajpack.agent import build_tiny_model

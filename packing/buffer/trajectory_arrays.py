@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
@@ -52,7 +51,6 @@ _PLACES = [
 """Attribute of each number of a turn, its place among all, and whether it is a bool."""
 _Stored: TypeAlias = tuple[str, npt.NDArray[Any], *tuple[npt.NDArray[Any], ...]]
 _Undeclared: TypeAlias = dict[int, dict[str, _Stored]]
-_DEFAULTS = {one.name: one.default for one in dataclasses.fields(Turn)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,22 +106,19 @@ class TrajectoryArrays:
         tokens, logprobs = np.empty(taken.num_tokens, I32), np.empty(taken.num_generated, F32)
         copy_numbers(taken, tokens, logprobs)
         spans = [taken.version_runs.get(turn, ()) for turn in range(len(taken.turn_size))]
-        turns, numbers = turn_tables(
-            taken.numbers
-            | {
-                "chain": taken.turn_chain,
-                "begin": taken.turn_begin,
-                "size": taken.turn_size,
-                "num_spans": [len(of_turn) for of_turn in spans],
-            }
-        )
+        columns = taken.numbers | {
+            "chain": taken.turn_chain,
+            "begin": taken.turn_begin,
+            "size": taken.turn_size,
+            "num_spans": [len(of_turn) for of_turn in spans],
+        }
         return cls(
             labels=tuple(taken.labels),
             num_turns=np.array(taken.num_turns, np.int64),
             chain_sizes=np.array(taken.chain_sizes, I32),
             tokens=tokens,
-            turns=turns,
-            numbers=numbers,
+            turns=np.array([columns[name] for name in INTEGERS], I32).T.copy(),
+            numbers=np.array([columns[name] for name in FLOATS], F64).T.copy(),
             spans=np.array([span for of_turn in spans for span in of_turn], I32).reshape(-1, 3),
             logprobs=logprobs,
             token_fields=fields or (),
@@ -271,41 +266,6 @@ class TrajectoryArrays:
             )
             generated, num_spans = sampled, end
         return turns
-
-
-def turn_tables(
-    columns: Mapping[str, Sequence[Any]],
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]:
-    """Return `TrajectoryArrays.turns` and `TrajectoryArrays.numbers`, from columns by name.
-
-    Columns of later rows of `TURN_FIELDS` may be missing; they hold the defaults of `Turn`.
-
-    Raises:
-        TypeError, ValueError: If lengths differ, or a value is no number.
-    """
-    count = len(columns["chain"])
-    columns = {name: [_DEFAULTS.get(name)] * count for name in INTEGERS + FLOATS} | dict(columns)
-    integers = np.array([columns[name] for name in INTEGERS], I32)
-    return integers.T.copy(), np.array([columns[name] for name in FLOATS], F64).T.copy()
-
-
-def widened(
-    table: npt.NDArray[Any], num_turns: int, names: tuple[str, ...], num_first: int
-) -> npt.NDArray[Any]:
-    """Return a flat table of turns with all columns, also those that were added after it was made.
-
-    Raises:
-        ValueError: If it has not ``num_turns`` rows of at least ``num_first`` columns.
-    """
-    if not num_turns:
-        return table.reshape(0, len(names))
-    width, rest = divmod(table.size, max(1, num_turns))
-    if rest or not num_first <= width <= len(names):
-        raise ValueError(f"{table.size} numbers are not those of {num_turns} turns")
-    if width == len(names):
-        return table.reshape(-1, width)
-    later = np.array([_DEFAULTS[name] for name in names[width:]], table.dtype)
-    return np.hstack([table.reshape(-1, width), np.tile(later, (num_turns, 1))])
 
 
 def as_rows(declared: TokenField, raw: npt.NDArray[np.uint8], num_generated: int) -> Any:

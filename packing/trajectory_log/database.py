@@ -77,13 +77,8 @@ class LogFile:
 
     Every method opens and closes a connection: between two calls nothing is locked or open.
 
-    Args:
-        path: Path of the file.
-        to_append: Check all pages, so that no append makes damage worse.
-
-    Raises:
-        DamagedLogError: If the file is damaged, or is no log.
-        OSError: If it cannot be read, or stays locked.
+    With ``to_append`` all pages are checked, so that no append makes damage worse. A
+    `DamagedLogError` says that the file is damaged or no log, an `OSError` that it cannot be read.
     """
 
     def __init__(self, path: Path, *, to_append: bool = False) -> None:

@@ -55,11 +55,9 @@ class TrajectoryLog:
     """An append-only log of episodes in a folder, durable across crashes of its writer.
 
     An episode is in the log once: one that succeeded stays as it is, one that failed may be
-    appended again. One SQLite file holds each token once, and gives trajectories back bit for
-    bit. `append` keeps an episode in memory; `flush` makes it durable, and so does `append` itself
-    at limits of episodes and seconds. A process that is killed, or a machine that loses power,
-    loses at most the episodes that were not flushed. Methods may be called from any thread of the
-    process that opened the log.
+    appended again. Trajectories come back bit for bit. A process that is killed, or a machine that
+    loses power, loses at most the episodes that were not flushed. Methods may be called from any
+    thread of the process that opened the log.
 
     Made by `open`.
 
@@ -132,11 +130,10 @@ class TrajectoryLog:
 
         Raises:
             FileNotFoundError: If there is no log to read.
-            DamagedLogError: If the log is damaged; contents of episodes are read and checked by
-                `replay`.
-            TypeError: If a limit is no number.
-            ValueError: If ``fields`` are not those of the log, the folder of a new log holds other
-                files, a limit is not positive, or ``mode`` or ``damaged`` is unknown.
+            DamagedLogError: If the log is damaged; contents of episodes are checked by `replay`.
+            TypeError, ValueError: If ``fields`` are not those of the log, the folder of a new log
+                holds other files, a limit is no positive number, or ``mode`` or ``damaged`` is
+                unknown.
             OSError: If another writer has the log open (``EBUSY``), or the folder cannot be read
                 or written.
         """
@@ -240,10 +237,7 @@ class TrajectoryLog:
     def append(
         self, episode: str, trajectories: Sequence[Trajectory], *, error: str | None = None
     ) -> None:
-        """Check and append an episode; `flush` makes it durable.
-
-        It flushes, too, when ``flush_episodes`` or 16 MiB are pending, or the last flush was
-        ``flush_seconds`` ago.
+        """Check an episode and keep it in memory; at the limits of `open`, flush all of them.
 
         Args:
             episode: Name; any text, never used as a path.
@@ -251,10 +245,9 @@ class TrajectoryLog:
             error: Reason of a failure; cut off after 2,000 characters.
 
         Raises:
-            TypeError: If a value is of the wrong kind.
-            ValueError: If the episode has succeeded before, if it failed and has trajectories, if
-                a buffer with the log's fields would refuse one, or if the log is closed, opened
-                for reading or by another process.
+            TypeError, ValueError: If the episode has succeeded before, if it failed and has
+                trajectories, if a buffer with the log's fields would refuse one, or if the log is
+                closed, opened for reading or by another process.
             DamagedLogError, OSError: If earlier episodes could not be written, as on a full disk.
                 They are kept and tried again; this one is not kept. A reader that holds the file
                 is no such error.
@@ -297,10 +290,9 @@ class TrajectoryLog:
         On an event loop, call it in a thread: ``await asyncio.to_thread(log.flush)``.
 
         Raises:
-            OSError: If they cannot be written: the disk is full, the log is no longer at its path,
-                or a reader has held it for a minute (``EBUSY``). Nothing is lost: pending
-                episodes are kept, and are tried again.
-            DamagedLogError: If the file is damaged; it is left as it is.
+            DamagedLogError, OSError: If they cannot be written: the disk is full, the file is
+                damaged or no longer at its path, or a reader has held it for a minute
+                (``EBUSY``). They are kept and tried again.
             ValueError: If the log is closed, opened for reading or by another process.
         """
         self._check_writable()
@@ -326,11 +318,9 @@ class TrajectoryLog:
     def replay(self) -> Iterator[LoggedEpisode]:
         """Yield the episodes that were durable when the log was opened, and those flushed since.
 
-        Each is yielded once, in the order in which they were appended. Of an episode that failed
-        and was appended again, only the last record is yielded, in its place. Episodes that
-        another process has appended since `open` are not yielded. Values equal those of a
-        `TrajectoryBuffer.pack` and `PackedBatch.unpack`; arrays are views of one piece of memory
-        per episode.
+        Each is yielded once, in the order in which they were appended; an episode that failed and
+        was appended again in the place of its last record. Episodes that another process has
+        appended since `open` are not yielded. Arrays are views of one piece of memory per episode.
 
         Raises:
             DamagedLogError: If an episode is damaged.
@@ -341,10 +331,7 @@ class TrajectoryLog:
             yield LoggedEpisode(name, tuple(arrays.trajectories()), error)
 
     def fill(self, buffer: TrajectoryBuffer) -> int:
-        """Add the trajectories of all episodes that `replay` yields to a buffer, in its order.
-
-        The buffer then holds the same bits as if it had been given the originals. Returns the
-        number of added trajectories.
+        """Add the trajectories of all episodes that `replay` yields; return their number.
 
         Raises:
             DamagedLogError, OSError: As `replay`.

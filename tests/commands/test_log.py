@@ -7,9 +7,12 @@ import contextlib
 import os
 import re
 import signal
+import sqlite3
 import subprocess
+import threading
 import time
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 import pytest
@@ -24,6 +27,7 @@ from trajpack.agent.rollout.log import RolloutLog
 from trajpack.agent.rollout.rollout import Rollout, prepare_rollout
 from trajpack.agent.rollout.settings import RolloutSettings
 from trajpack.agent.runner.runner import EpisodeResult
+from trajpack.packing.trajectory_log import log as trajectory_log
 from trajpack.packing.trajectory_log.log import TrajectoryLog
 
 pytestmark = pytest.mark.usefixtures("warm_judge")
@@ -219,6 +223,25 @@ def test_a_log_that_cannot_be_used_is_refused_in_one_line(
         (folder / "log.sqlite").write_bytes(content)
         assert "log.sqlite is damaged" in refusal("replay", folder)
         assert "log.sqlite is damaged" in refusal(*rollout, folder)
+
+
+def test_a_rollout_waits_for_a_reader_that_was_stopped(
+    prepared: Rollout, tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    monkeypatch.setattr(trajectory_log, "_FLUSH_WAIT_S", 0.05)
+    failed = EpisodeResult(prepared.prompts[0], (), EpisodeError(EPISODES[0], "lost"))
+    with RolloutLog(tmp_path, prepared) as log:
+        reader = sqlite3.connect(tmp_path / "log.sqlite", check_same_thread=False)
+        reader.execute("BEGIN")
+        reader.execute("SELECT * FROM log").fetchall()
+        log.record(failed)
+        going_on = threading.Timer(0.3, reader.execute, ["COMMIT"])
+        going_on.start()
+    going_on.join()
+    reader.close()
+    assert "waiting for a reader of" in caplog.text
+    with TrajectoryLog.open(tmp_path, mode="read") as read:
+        assert read.failed == {EPISODES[0]}
 
 
 def test_a_log_of_a_program_is_replayed_without_a_tokenizer(tmp_path: Path) -> None:

@@ -385,16 +385,6 @@ def test_another_content_is_damage(tmp_path, statement):
         assert [logged.episode for logged in read(tmp_path, damaged="skip")] == ["e0"]
 
 
-def test_too_little_memory_is_no_damage(tmp_path, monkeypatch):
-    def connect(*_, **__):
-        raise MemoryError("out of memory")
-
-    write(tmp_path, [0])
-    monkeypatch.setattr(sqlite3, "connect", connect)
-    with pytest.raises(MemoryError, match="out of memory"):
-        read(tmp_path, damaged="skip")
-
-
 @pytest.mark.parametrize("content", [b"", b"x" * 100_000])
 def test_a_file_that_is_no_log_is_refused_and_kept(tmp_path, content):
     (tmp_path / "log.sqlite").write_bytes(content)

@@ -27,34 +27,32 @@ def contained(work: Callable[[], _T]) -> Callable[[], _T]:
     return call
 
 
-async def run_to_end(work: Callable[[], _T]) -> _T:
-    """Run blocking ``work`` in a thread and wait for it, also when cancelled meanwhile."""
-    future = asyncio.get_running_loop().run_in_executor(None, work)
+async def to_end(future: asyncio.Future[_T]) -> _T:
+    """Wait for the end of a future or task, also when cancelled meanwhile; return its result."""
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
         try:
             await asyncio.wait({future})
         except asyncio.CancelledError as error:
             cancelled = error
-    if cancelled is not None:
-        future.exception()
-        raise cancelled
-    return future.result()
+    if cancelled is None:
+        return future.result()
+    if not future.cancelled():
+        future.exception()  # retrieved, so that it is not logged
+    raise cancelled
+
+
+async def run_to_end(work: Callable[[], _T]) -> _T:
+    """Run blocking ``work`` in a thread and wait for it, also when cancelled meanwhile."""
+    return await to_end(asyncio.get_running_loop().run_in_executor(None, work))
 
 
 async def cancel_and_wait(task: asyncio.Task[None]) -> None:
     """Cancel a task and wait until it has ended, also when cancelled meanwhile."""
     from anyio import CancelScope
 
-    cancelled: asyncio.CancelledError | None = None
     task.cancel()
     with CancelScope(shield=True):
-        while not task.done():
-            try:
-                await asyncio.wait({task})
-            except asyncio.CancelledError as error:
-                cancelled = error
+        await to_end(asyncio.ensure_future(asyncio.wait({task})))
     if not task.cancelled():
         task.exception()  # retrieved, so that it is not logged
-    if cancelled is not None:
-        raise cancelled

@@ -115,58 +115,6 @@ class GenerationOutput:
 
     __hash__ = None  # type: ignore[assignment]
 
-    @classmethod
-    def from_bundled(cls, bundled: Any) -> GenerationOutput:
-        """Convert AReaL's bundled outputs of one sample.
-
-        Args:
-            bundled: An object with ``qid, prompt_ids, seqs, output_ids, logprobs, no_eos,
-                version_start, version_end`` where all but ``qid`` and ``prompt_ids`` are
-                lists with one entry, and ``logprobs[0]`` spans the whole sequence but its
-                first token.
-
-        Raises:
-            ValueError: If it holds another number of samples than one, or its parts
-                disagree.
-
-        Example:
-            >>> from types import SimpleNamespace
-            >>> bundled = SimpleNamespace(
-            ...     qid="q0", prompt_ids=[5, 6], output_ids=[[7]], seqs=[[5, 6, 7]],
-            ...     logprobs=[[0.0, -0.5]], no_eos=[False], version_start=[3], version_end=[4],
-            ... )
-            >>> output = GenerationOutput.from_bundled(bundled)
-            >>> output.output_ids, output.output_logprobs, output.version_end
-            ([7], [-0.5], 4)
-        """
-        qid = str(bundled.qid)
-        names = ("seqs", "output_ids", "logprobs", "no_eos", "version_start", "version_end")
-        for name in names:
-            _check_bundled(qid, f"samples in {name}", 1, len(getattr(bundled, name)))
-        prompt_ids, output_ids = list(bundled.prompt_ids), list(bundled.output_ids[0])
-        logprobs = list(bundled.logprobs[0])
-        if not prompt_ids:
-            raise ValueError(f"bundled output {qid!r}: expected a prompt, got no tokens")
-        length = len(prompt_ids) + len(output_ids)
-        _check_bundled(qid, "tokens in seqs[0]", length, len(bundled.seqs[0]))
-        _check_bundled(qid, "entries in logprobs[0]", length - 1, len(logprobs))
-        if list(bundled.seqs[0]) != prompt_ids + output_ids:
-            raise ValueError(f"bundled output {qid!r}: seqs[0] is not the prompt and the output")
-        return cls(
-            qid=qid,
-            prompt_ids=prompt_ids,
-            output_ids=output_ids,
-            output_logprobs=logprobs[len(prompt_ids) - 1 :],
-            no_eos=bool(bundled.no_eos[0]),
-            version_start=int(bundled.version_start[0]),
-            version_end=int(bundled.version_end[0]),
-        )
-
-
-def _check_bundled(qid: str, what: str, expected: int, got: int) -> None:
-    if got != expected:
-        raise ValueError(f"bundled output {qid!r}: expected {expected} {what}, got {got}")
-
 
 class GenerationRequest(NamedTuple):
     """Request for one completion; a plain tuple of the three is one, too.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trajpack.agent.agents.chat_agent import ChatAgent
@@ -91,10 +89,13 @@ class ToolAgent(ChatAgent):
             raise ValueError(
                 f"the chat template of {name} cannot show tools: {reason_of(error)}; {remedy}"
             ) from error
-        shown = _occurrences(self.tools, with_tools) - _occurrences(self.tools, without)
-        hidden = [tool for tool in self.tools if tool not in shown]
+        hidden = []
+        for tool in self.tools:  # a part of a longer word is no name
+            word = re.compile(rf"(?<!\w){re.escape(tool)}(?!\w)")
+            if len(word.findall(with_tools)) <= len(word.findall(without)):
+                hidden.append(tool)
         if hidden:
-            fault = "does not name all tools" if shown else "ignores tools"
+            fault = "does not name all tools" if len(hidden) < len(self.tools) else "ignores tools"
             raise ValueError(
                 f"the chat template of {name} {fault}: the model would not be told of "
                 f"{', '.join(hidden)}; take a tokenizer whose template declares tools, or {remedy}"
@@ -135,13 +136,3 @@ class ToolAgent(ChatAgent):
             return f"error: there is no such tool; tools: {', '.join(self.tools)}"
         with conversation.guard("a tool failed"):
             return await self.tools[call.name].call(call.arguments)
-
-
-def _occurrences(names: Iterable[str], text: str) -> Counter[str]:
-    """Count names in a text, as they are or as JSON; a part of a longer word is no name."""
-    spelled = {name: name for name in names}
-    spelled |= {json.dumps(name)[1:-1]: name for name in names}
-    spelled |= {json.dumps(name, ensure_ascii=False)[1:-1]: name for name in names}
-    pattern = "|".join(re.escape(spelling) for spelling in sorted(spelled, key=len, reverse=True))
-    words = re.findall(rf"(?<!\w)(?:{pattern})(?!\w)", text, re.ASCII)
-    return Counter(spelled[word] for word in words)

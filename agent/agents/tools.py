@@ -7,7 +7,6 @@ import contextvars
 import functools
 import inspect
 import json
-import math
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -216,7 +215,7 @@ def tool_calls(
 
 def _parse(text: str) -> ToolCall | ToolCallError:
     try:
-        call = json.loads(text, **_STRICT)
+        call = json.loads(text)
     except (ValueError, RecursionError):
         return ToolCallError("the call is not JSON")
     if not isinstance(call, dict) or call.keys() != {"name", "arguments"}:
@@ -225,27 +224,3 @@ def _parse(text: str) -> ToolCall | ToolCallError:
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return ToolCallError('expected a string as "name" and an object as "arguments"')
     return ToolCall(name, arguments)
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(dict(pairs)) < len(pairs):
-        raise ValueError("a key appears twice")
-    return dict(pairs)
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is not JSON")
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text} is out of range")
-    return number
-
-
-_STRICT: dict[str, Any] = {
-    "object_pairs_hook": _object,
-    "parse_constant": _refuse,
-    "parse_float": _finite,
-}

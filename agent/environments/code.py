@@ -20,7 +20,7 @@ RunProgram = Callable[[str, str], Awaitable[tuple[str, str]]]
 run, and stops the program when it is cancelled."""
 
 _MAX_ANSWER_CHARS = 65_536
-_EXITED, _NO_CODE, _PASSED, _WRONG, _NOT_RUN = "exited", "no_code", "passed", "wrong", "not_run"
+_EXITED, _NO_CODE, _PASSED, _WRONG = "exited", "no_code", "passed", "wrong"
 _COLLECTIONS: dict[str, Callable[[Any], Any]] = {
     "set": set,
     "frozenset": frozenset,
@@ -213,7 +213,7 @@ class CodeEnvironment(JudgingEnvironment[CodeProblem]):
     cancelled.
 
     ``info`` of a step has for each answer ``fraction_passed`` and ``outcomes``, a word for each
-    case, inputs first: ``"passed"``, ``"wrong"``, ``"not_run"``, ``"no_code"``, or the outcome of
+    case, inputs first: ``"passed"``, ``"wrong"``, ``"no_code"``, or the outcome of
     a program that failed.
 
     Args:
@@ -221,7 +221,6 @@ class CodeEnvironment(JudgingEnvironment[CodeProblem]):
         run_program: Runs one program: ``await run_program(program, stdin)`` returns
             ``(outcome, output)``, as a `BubblewrapRunner` does, which is the default.
         workers: Programs that run at the same time; the number of cores if None.
-        stop_at_failure: Skip the remaining cases after a failed one; they count as failed.
 
     Raises:
         ValueError: If an id appears twice or ``workers`` is not positive.
@@ -234,13 +233,11 @@ class CodeEnvironment(JudgingEnvironment[CodeProblem]):
         *,
         run_program: RunProgram | None = None,
         workers: int | None = None,
-        stop_at_failure: bool = False,
     ) -> None:
         workers = workers if workers is not None else os.cpu_count() or 1
         if workers < 1:
             raise ValueError(f"workers must be at least 1, got {workers}")
         super().__init__(problems, "problem")
-        self._stop_at_failure = stop_at_failure
         self._run_program = BubblewrapRunner() if run_program is None else run_program
         self._idle = asyncio.Semaphore(workers)
 
@@ -258,12 +255,7 @@ class CodeEnvironment(JudgingEnvironment[CodeProblem]):
         cases = _cases(problem, code or "")
         if code is None:
             return [_NO_CODE] * len(cases)
-        if not self._stop_at_failure:
-            return await asyncio.gather(*(self._try(case) for case in cases))
-        words: list[str] = []
-        while len(words) < len(cases) and words.count(_PASSED) == len(words):
-            words.append(await self._try(cases[len(words)]))
-        return words + [_NOT_RUN] * (len(cases) - len(words))
+        return await asyncio.gather(*(self._try(case) for case in cases))
 
     async def _try(self, case: _Case) -> str:
         async with self._idle:

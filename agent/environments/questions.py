@@ -21,7 +21,6 @@ Message: TypeAlias = Mapping[str, str]
 DEFAULT_TASK = "chain_sum"
 """Default reasoning-gym task: sums and differences of integers."""
 
-_MAX_LINE_BYTES = 1 << 20
 _LARGEST = 9  # so that an answer is one digit and one token
 
 
@@ -68,8 +67,8 @@ def load_questions(path: str | os.PathLike[str], limit: int | None = None) -> li
         limit: Most questions to read; later lines are neither read nor checked.
 
     Raises:
-        ValueError: If a line is malformed or longer than 1 MiB (with file and line number), the
-            file has no question, or the limit is not positive.
+        ValueError: If a line is malformed (with file and line number), the file has no question, or
+            the limit is not positive.
         OSError: If the file cannot be read, `FileNotFoundError` if it does not exist.
 
     Example:
@@ -83,29 +82,24 @@ def load_questions(path: str | os.PathLike[str], limit: int | None = None) -> li
     if limit is not None and limit < 1:
         raise ValueError(f"load_questions: limit must be at least 1, got {limit}")
     path = Path(path)
-    questions: dict[str, Question] = {}
-    line_numbers: dict[str, int] = {}
+    questions: dict[str, tuple[Question, int]] = {}
     with path.open("rb") as file:
-        lines = iter(lambda: file.readline(_MAX_LINE_BYTES + 1), b"")
-        for number, line in enumerate(lines, start=1):
-            if len(line) > _MAX_LINE_BYTES:
-                raise ValueError(f"{path}, line {number}: longer than {_MAX_LINE_BYTES:,} bytes")
+        for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
                 question = _parse(line, default_id=f"{path.stem}-{number}")
                 if question.id in questions:
-                    first = line_numbers[question.id]
+                    first = questions[question.id][1]
                     raise ValueError(f"id {question.id!r} is taken by line {first}")
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
-            questions[question.id] = question
-            line_numbers[question.id] = number
+            questions[question.id] = question, number
             if len(questions) == limit:
                 break
     if not questions:
         raise ValueError(f"{path}: no question in this file")
-    return list(questions.values())
+    return [question for question, _ in questions.values()]
 
 
 def arithmetic_questions(size: int, seed: int) -> list[Question]:
@@ -254,8 +248,4 @@ def _messages(value: Any, name: str) -> tuple[Message, ...]:
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{name} must be a string that is not empty, got {value!r:.80}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{name} holds half of a surrogate pair") from error
     return value

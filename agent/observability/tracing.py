@@ -40,8 +40,6 @@ class RolloutTracer(EpisodeObserver["Span"]):
 
     Args:
         provider: Provider of the tracer, with its exporters; the global one if None.
-        records_messages: Whether the description of a failed span's status is the error's text,
-            which may quote a model or a server: on one line, escaped and cut.
 
     Raises:
         ModuleNotFoundError: If opentelemetry-api is not installed (extra ``metrics``).
@@ -60,9 +58,7 @@ class RolloutTracer(EpisodeObserver["Span"]):
         [('trajpack.episode', 'q0@0')]
     """
 
-    def __init__(
-        self, provider: TracerProvider | None = None, *, records_messages: bool = False
-    ) -> None:
+    def __init__(self, provider: TracerProvider | None = None) -> None:
         require("opentelemetry")
         from opentelemetry import trace
         from opentelemetry.context import Context
@@ -70,7 +66,6 @@ class RolloutTracer(EpisodeObserver["Span"]):
         super().__init__()
         self._trace = trace
         self._tracer = trace.get_tracer("trajpack", tracer_provider=provider)
-        self._records_messages = records_messages
         self._no_parent = Context()
         self._attempts: dict[str, SpanContext] = {}
         """Context of the last ended attempt of episodes that may have another."""
@@ -212,6 +207,5 @@ class RolloutTracer(EpisodeObserver["Span"]):
                 cause = error.cause if isinstance(error, EpisodeError) else type(error).__name__
                 span.set_attribute("trajpack.error.cause", cause)
                 span.set_attribute("trajpack.error.type", type(error.__cause__ or error).__name__)
-                text = one_line(error) if self._records_messages else cause
-                span.set_status(self._trace.StatusCode.ERROR, text)
+                span.set_status(self._trace.StatusCode.ERROR, cause)
         span.end()

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine
 from typing import Any
 
-from trajpack.agent.blocking_work import run_to_end
+from trajpack.agent.blocking_work import run_to_end, to_end
 from trajpack.agent.engines.queues import End, ObservationQueue, check_entered
 from trajpack.agent.errors import EngineEndedError, EpisodeError, ServerUnavailableError, reason_of
 from trajpack.agent.protocols import Environment, Observation, Prompt, Reply
@@ -296,7 +295,7 @@ class RolloutWorkers:
                 if worker in self._serving:
                     self._serving.remove(worker)
                 self._loaded.set()
-                await _finished(worker.end())
+                await to_end(asyncio.create_task(worker.end()))
             num_failures = 1 if worker.num_finished else num_failures + 1
             await asyncio.sleep(min(0.05 * 2**num_failures, _LONGEST_PAUSE_S))
         _logger.error("a rollout worker is given up after %d failures in a row", num_failures)
@@ -500,17 +499,3 @@ def is_loss(error: Exception) -> bool:
     from ray.exceptions import RayError, RayTaskError
 
     return isinstance(error, RayError) and not isinstance(error, RayTaskError)
-
-
-async def _finished(work: Coroutine[Any, Any, None]) -> None:
-    """Wait until ``work`` is done, also when cancelled meanwhile."""
-    task = asyncio.create_task(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError as error:
-            cancelled = error
-    task.result()
-    if cancelled is not None:
-        raise cancelled

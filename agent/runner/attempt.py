@@ -223,8 +223,7 @@ class GenerationGate:
 class RequestQueue(asyncio.Queue[Observation]):
     """Request queue of one attempt at an episode, and the state of the attempt.
 
-    A request is not stored: the engine's coroutine answers it at once, on `replies`. Each reply is
-    counted by ``count_reply``, if given.
+    The engine's coroutine answers a request at once, on `replies`; ``count_reply`` counts it.
     """
 
     def __init__(

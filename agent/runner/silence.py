@@ -68,8 +68,9 @@ class SilenceTimer:
             self._sign_at = now
         silent_s = now - self._sign_at
         if silent_s >= factor * self._next_s - _EARLY_S:
-            text = "nothing has happened for %.0f s: waiting for %s"
-            _logger.warning(text, silent_s, one_line(what, 2000))
+            _logger.warning(
+                "nothing has happened for %.0f s: waiting for %s", silent_s, one_line(what, 2000)
+            )
             self._next_s *= 2
         left_s = max(factor * self._next_s - silent_s, _EARLY_S)
         self._timer = self._loop.call_later(min(left_s, _LONGEST_S), self._look)

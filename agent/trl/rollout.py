@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 import torch
 
+from trajpack.agent.agents.conversation import sampling_option
 from trajpack.agent.engines.transformers_engine import TransformersEngine
 from trajpack.agent.environments.questions import Question
 from trajpack.agent.errors import EpisodeError, has_engine_ended
@@ -28,15 +29,7 @@ if TYPE_CHECKING:
 
 
 class Row(NamedTuple):
-    """One completion in TRL's form.
-
-    Attributes:
-        prompt_ids: Tokens before the first generated one.
-        completion_ids: Tokens from the first generated one to the last.
-        env_mask: 1 where the completion was generated, 0 on observations.
-        logprobs: Log-probabilities of the generated tokens, 0 on observations.
-        episode_reward: Score of the episode; TRL leaves a row without one out of its group's mean.
-    """
+    """One completion in TRL's form, see `TRLRollout`."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
@@ -137,12 +130,9 @@ class TRLRollout:
         self._check_trainer(trainer)
         asked = []
         for prompt in prompts:
-            question = self._by_prompt.get(prompt_key(prompt))
-            if question is None:
-                raise ValueError(
-                    f"a prompt of the trainer is none of the questions: {prompt!r:.200}"
-                )
-            asked.append(question)
+            if (key := prompt_key(prompt)) not in self._by_prompt:
+                raise ValueError(f"a trainer's prompt is none of the questions: {prompt!r:.200}")
+            asked.append(self._by_prompt[key])
         encoded = {
             question.id: Prompt(question.id, _encode(prompt, trainer), task_id=question.task_id)
             for question, prompt in zip(asked, prompts, strict=True)
@@ -246,10 +236,7 @@ class TRLRollout:
         if trainer.is_fsdp_enabled:
             raise ValueError("the engine needs whole weights, but the trainer shards them by FSDP")
         gconfig = getattr(self.agent, "gconfig", None)
-        if isinstance(gconfig, Mapping):
-            sampled = gconfig.get("temperature")
-        else:
-            sampled = getattr(gconfig, "temperature", None)
+        sampled = sampling_option(gconfig, "temperature", None)
         if sampled is not None and sampled != trainer.args.temperature:
             raise ValueError(
                 f"the agent samples at temperature {sampled}, but the trainer's loss is at "

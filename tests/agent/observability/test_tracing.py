@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -19,11 +18,11 @@ SECRET = "what the model said\n\x1b[2J"
 class Traced:
     """A tracer, and the spans that have ended."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self) -> None:
         self.provider = TracerProvider()
         self._spans = InMemorySpanExporter()
         self.provider.add_span_processor(SimpleSpanProcessor(self._spans))
-        self.tracer = RolloutTracer(self.provider, **options)
+        self.tracer = RolloutTracer(self.provider)
 
     @property
     def spans(self) -> tuple[ReadableSpan, ...]:
@@ -165,22 +164,15 @@ def test_each_attempt_is_a_trace_linked_to_the_one_before(traced: Traced) -> Non
     ]
 
 
-@pytest.mark.parametrize("records_messages", [False, True])
-def test_outside_text_is_recorded_only_on_request(records_messages: bool) -> None:
-    traced = Traced(records_messages=records_messages)
-    traced.tracer.episode_started("q\n@0" + "x" * 1000, 0)
-    lead_turn(traced.tracer, "q\n@0" + "x" * 1000, 0)
-    error = EpisodeError("q@0", SECRET)
-    traced.tracer.episode_ended("q\n@0" + "x" * 1000, 0, error, final=True)
-    told = "".join(span.to_json() for span in traced.spans)
-    assert ("what the model said" in told) == records_messages
-    (episode,) = traced.named("episode")
-    name = str((episode.attributes or {})["trajpack.episode.id"])
-    assert name.startswith("q\\n@0xxx")
-    assert len(name) < 300
-    if records_messages:
-        said = "what the model said\\n\\x1b[2J"
-        assert episode.status.description == f"episode 'q@0': {said}"
+def test_outside_text_is_not_recorded(traced: Traced) -> None:
+    name = "q\n@0" + "x" * 1000
+    traced.tracer.episode_started(name, 0)
+    lead_turn(traced.tracer, name, 0)
+    traced.tracer.episode_ended(name, 0, EpisodeError("q@0", SECRET), final=True)
+    assert "what the model said" not in "".join(span.to_json() for span in traced.spans)
+    shown = str((traced.named("episode")[0].attributes or {})["trajpack.episode.id"])
+    assert shown.startswith("q\\n@0xxx")
+    assert len(shown) < 300
 
 
 def test_a_run_that_was_given_up_can_be_closed(traced: Traced) -> None:

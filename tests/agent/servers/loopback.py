@@ -238,13 +238,26 @@ async def never(asked: Asked) -> Answer:
     raise AssertionError
 
 
-def always(answer: Answer) -> Callable[[Asked], Awaitable[Answer]]:
-    """Answer every request for a sample in the same way."""
+Say = Callable[[Asked], Awaitable[Answer]]
+
+
+def always(answer: Any, other: Say = say_vllm) -> Say:
+    """Answer every request for a sample in the same way, by an `Answer` or its body."""
 
     async def draw(asked: Asked) -> Answer:
-        return answer
+        return answer if isinstance(answer, Answer) else Answer(body=answer)
 
-    return drawing(draw)
+    return drawing(draw, other)
+
+
+def gated(gate: asyncio.Event, say: Say) -> Say:
+    """Answer requests for samples once the gate is open."""
+
+    async def draw(asked: Asked) -> Answer:
+        await gate.wait()
+        return await say(asked)
+
+    return drawing(draw, say)
 
 
 @asynccontextmanager

@@ -1,7 +1,6 @@
 """Weight updates, pauses, restarted servers, and the semantics of log-probabilities."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -10,8 +9,11 @@ from tests.agent.servers.loopback import (
     Answer,
     Asked,
     Loopback,
+    Say,
+    always,
     ask,
     drawing,
+    gated,
     generate,
     options,
     say_sglang,
@@ -27,13 +29,14 @@ from trajpack.agent.servers.control import WeightUpdateError
 from trajpack.agent.servers.sglang import SGLangEngine
 from trajpack.agent.servers.vllm import VLLMEngine
 
+UPDATE = "/update_weights_from_disk"
+OK = Answer(body={"success": True})
+NEW = always(sglang_body([7], versions=[("1", 0, 1)]), say_sglang)
 
-def listening(
-    say: Callable[[Asked], Awaitable[Answer]], *paths: str
-) -> Callable[[Asked], Awaitable[Answer]]:
+
+def listening(say: Say, *paths: str, answer: Answer = OK) -> Say:
     async def both(asked: Asked) -> Answer:
-        path = asked.path.partition("?")[0]
-        return Answer(body={"success": True}) if path in paths else await say(asked)
+        return answer if asked.path.partition("?")[0] in paths else await say(asked)
 
     return both
 
@@ -72,12 +75,7 @@ def test_a_version_may_be_declared_where_nobody_listens() -> None:
 def test_a_request_in_flight_counts_as_the_version_it_was_sent_at() -> None:
     async def body() -> None:
         gate = asyncio.Event()
-
-        async def draw(asked: Asked) -> Answer:
-            await gate.wait()
-            return await say_vllm(asked)
-
-        async with serving(VLLMEngine, drawing(draw)) as ((server,), engine):
+        async with serving(VLLMEngine, gated(gate, say_vllm)) as ((server,), engine):
             asked = asyncio.create_task(generate(engine))
             await server.wait_for_draws(1)
             await engine.set_version(1)
@@ -89,7 +87,7 @@ def test_a_request_in_flight_counts_as_the_version_it_was_sent_at() -> None:
 
 
 def test_weights_come_from_disk_to_every_server() -> None:
-    say = listening(say_sglang, "/update_weights_from_disk")
+    say = listening(say_sglang, UPDATE)
 
     async def body() -> None:
         async with serving(SGLangEngine, say, 2) as (servers, engine):
@@ -105,23 +103,13 @@ def test_weights_come_from_disk_to_every_server() -> None:
 
 
 def test_a_server_that_did_not_get_the_weights_gets_no_requests() -> None:
-    takes = False
-
-    async def stubborn(asked: Asked) -> Answer:
-        if asked.path == "/update_weights_from_disk":
-            return Answer(body={"success": takes, "message": "no such\nfolder"})
-        return await say(asked)
-
-    async def draw(asked: Asked) -> Answer:
-        return Answer(body=sglang_body([7], versions=[("2", 0, 1)]))
-
-    say = drawing(draw, say_sglang)
+    say = always(sglang_body([7], versions=[("2", 0, 1)]), say_sglang)
+    refusal = Answer(body={"success": False, "message": "no such\nfolder"})
 
     async def body() -> None:
-        nonlocal takes
         async with (
-            Loopback(stubborn) as bad,
-            Loopback(listening(say, "/update_weights_from_disk")) as good,
+            Loopback(listening(say, UPDATE, answer=refusal)) as bad,
+            Loopback(listening(say, UPDATE)) as good,
         ):
             async with SGLangEngine(bad.url, options=options()) as engine:
                 with pytest.raises(WeightUpdateError, match=r"no server.*said: 'no such\\nfolder'"):
@@ -134,7 +122,7 @@ def test_a_server_that_did_not_get_the_weights_gets_no_requests() -> None:
                 await asyncio.sleep(0.05)  # time enough to be asked for its health
                 await asyncio.gather(*(generate(engine, str(k)) for k in range(4)))
                 assert (len(bad.draws), len(good.draws)) == (1, 4)
-                takes = True
+                refusal.body = OK.body
                 await engine.update_weights_from_disk("/weights/2", 2)
                 while len(bad.draws) == 1:
                     await asyncio.gather(*(generate(engine, str(k)) for k in range(4)))
@@ -212,12 +200,8 @@ def test_a_pause_that_fails_holds_nothing_up() -> None:
 
 
 ORDERS = ("/pause", "/resume", "/pause_generation", "/continue_generation")
-
-
-async def obey(asked: Asked) -> Answer:
-    """Do as a well server does that is told to pause and to go on."""
-    is_order = asked.path.partition("?")[0] in (*ORDERS, "/update_weight_version")
-    return Answer(body={"success": True}) if is_order else await say_vllm(asked)
+obey = listening(say_vllm, *ORDERS, "/update_weight_version")
+"""Do as a well server does that is told to pause and to go on."""
 
 
 def the_server(engine: Any) -> Any:
@@ -227,17 +211,10 @@ def the_server(engine: Any) -> Any:
 
 def test_what_waits_for_its_turn_is_not_sent_during_a_pause() -> None:
     gate = asyncio.Event()
-
-    async def say(asked: Asked) -> Answer:
-        if asked.is_draw:
-            await gate.wait()
-        return await obey(asked)
+    one = options(max_connections=1)
 
     async def body() -> None:
-        async with serving(VLLMEngine, say, options=options(max_connections=1)) as (
-            (server,),
-            engine,
-        ):
+        async with serving(VLLMEngine, gated(gate, obey), options=one) as ((server,), engine):
             first = asyncio.create_task(generate(engine, "first"))
             await server.wait_for_draws(1)
             second = asyncio.create_task(generate(engine, "second"))
@@ -257,23 +234,13 @@ def test_what_waits_for_its_turn_is_not_sent_during_a_pause() -> None:
 def test_what_waits_for_its_turn_leaves_a_server_that_an_update_passed_by() -> None:
     gate = asyncio.Event()
 
-    async def old(asked: Asked) -> Answer:
-        if asked.is_draw:
-            await gate.wait()
-        is_update = asked.path == "/update_weights_from_disk"
-        return Answer(400) if is_update else await say_sglang(asked)
-
-    async def new(asked: Asked) -> Answer:
-        if asked.is_draw:
-            return Answer(body=sglang_body([7], versions=[("1", 0, 1)]))
-        is_update = asked.path == "/update_weights_from_disk"
-        return Answer(body={"success": True}) if is_update else await say_sglang(asked)
+    old = listening(gated(gate, say_sglang), UPDATE, answer=Answer(400))
 
     async def body() -> None:
         one = options(max_connections=1)
         async with (
             Loopback(old) as behind,
-            Loopback(new) as ahead,
+            Loopback(listening(NEW, UPDATE)) as ahead,
             SGLangEngine([behind.url, ahead.url], options=one) as engine,
         ):
             assert engine._control is not None
@@ -322,7 +289,7 @@ def test_a_server_that_was_away_at_the_resume_is_told_when_it_is_back(status: in
 
 def test_a_server_that_rested_at_the_resume_is_told_when_it_is_well() -> None:
     async def body() -> None:
-        async with serving(SGLangEngine, say_paused_sglang) as ((server,), engine):
+        async with serving(SGLangEngine, listening(say_sglang, *ORDERS)) as ((server,), engine):
             await engine.pause()
             engine._control.router.mark_unhealthy(the_server(engine), "for a moment", 60)
             await engine.resume()
@@ -336,32 +303,21 @@ def test_a_server_that_rested_at_the_resume_is_told_when_it_is_well() -> None:
     asyncio.run(body())
 
 
-async def say_paused_sglang(asked: Asked) -> Answer:
-    return Answer() if asked.path in ORDERS else await say_sglang(asked)
-
-
 def test_an_update_that_passes_a_server_by_while_it_is_greeted_leaves_it_resting() -> None:
     gate = asyncio.Event()
     gate.set()
 
     async def slow(asked: Asked) -> Answer:
-        if asked.path == "/update_weights_from_disk":
-            return Answer(body={"success": False, "message": "busy"})
         if asked.path == "/health":
             await gate.wait()
         return await say_sglang(asked)
 
-    async def good(asked: Asked) -> Answer:
-        if asked.path == "/update_weights_from_disk":
-            return Answer(body={"success": True})
-        if asked.is_draw:
-            return Answer(body=sglang_body([7], versions=[("1", 0, 1)]))
-        return await say_sglang(asked)
+    refusing = listening(slow, UPDATE, answer=Answer(body={"success": False, "message": "busy"}))
 
     async def body() -> None:
         async with (
-            Loopback(slow) as old,
-            Loopback(good) as new,
+            Loopback(refusing) as old,
+            Loopback(listening(NEW, UPDATE)) as new,
             SGLangEngine([old.url, new.url], options=options()) as engine,
         ):
             assert engine._control is not None
@@ -421,10 +377,7 @@ def test_a_server_started_anew_is_noticed_before_it_gets_a_request(
 
 
 def test_a_connection_that_broke_is_no_new_start() -> None:
-    async def say(asked: Asked) -> Answer:
-        if asked.path == "/weight_info":
-            return Answer(body={"weight_version": "5"})
-        return await obey(asked)
+    say = listening(obey, "/weight_info", answer=Answer(body={"weight_version": "5"}))
 
     async def body() -> None:
         async with serving(VLLMEngine, say) as ((server,), engine):
@@ -439,35 +392,25 @@ def test_a_connection_that_broke_is_no_new_start() -> None:
     asyncio.run(body())
 
 
-@pytest.mark.parametrize("answer", [Answer(503), Answer(429), Answer(raw=b""), Answer(302)])
-def test_an_update_is_ordered_once(answer: Answer) -> None:
-    path = "/update_weights_from_disk"
-
-    async def say(asked: Asked) -> Answer:
-        return answer if asked.path == path else await say_sglang(asked)
-
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        *((answer, "") for answer in (Answer(503), Answer(429), Answer(raw=b""), Answer(302))),
+        *(
+            (Answer(body={"success": False, "message": message}), ".*it said: 'success: false'")
+            for message in ([[[1]]], None, {"a": 1})
+        ),
+    ],
+)
+def test_an_update_is_ordered_once_and_may_fail_in_any_words(answer: Answer, words: str) -> None:
     async def body() -> None:
+        say = listening(say_sglang, UPDATE, answer=answer)
         async with serving(SGLangEngine, say) as ((server,), engine):
-            with pytest.raises(WeightUpdateError, match="version 1 reached no server: 127"):
+            with pytest.raises(WeightUpdateError, match=f"version 1 reached no server: 127{words}"):
                 await engine.update_weights_from_disk("w", 1)
             await asyncio.sleep(0.05)  # longer than any pause between attempts
-            assert server.paths() == [path]
+            assert server.paths() == [UPDATE]
             assert engine.version == 0
-
-    asyncio.run(body())
-
-
-@pytest.mark.parametrize("message", [[[[1]]], None, {"a": 1}])
-def test_a_failure_may_say_anything(message: Any) -> None:
-    async def say(asked: Asked) -> Answer:
-        if asked.path == "/update_weights_from_disk":
-            return Answer(body={"success": False, "message": message})
-        return await say_sglang(asked)
-
-    async def body() -> None:
-        async with serving(SGLangEngine, say) as (_, engine):
-            with pytest.raises(WeightUpdateError, match="it said: 'success: false'"):
-                await engine.update_weights_from_disk("w", 1)
 
     asyncio.run(body())
 

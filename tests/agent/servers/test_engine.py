@@ -18,8 +18,10 @@ from tests.agent.servers.loopback import (
     Answer,
     Asked,
     Loopback,
+    always,
     ask,
     drawing,
+    gated,
     generate,
     never,
     options,
@@ -109,10 +111,8 @@ def test_routed_experts_are_asked_for_and_become_a_field() -> None:
         np.save(file, routes.astype(np.uint16))
         npy = base64.b64encode(file.getvalue()).decode()
 
-    async def vllm(asked: Asked) -> Answer:
-        body = vllm_body([7, 8])
-        body["choices"][0]["routed_experts"] = npy
-        return Answer(body=body)
+    vllm = vllm_body([7, 8])
+    vllm["choices"][0]["routed_experts"] = npy
 
     async def sglang(asked: Asked) -> Answer:
         assert asked.payload["return_routed_experts"] is True
@@ -122,8 +122,8 @@ def test_routed_experts_are_asked_for_and_become_a_field() -> None:
 
     async def body() -> None:
         asking = options(routed_experts=(2, 3))
-        for engine_type, say in ((VLLMEngine, vllm), (SGLangEngine, sglang)):
-            async with serving(engine_type, drawing(say), options=asking) as (_, engine):
+        for engine_type, say in ((VLLMEngine, always(vllm)), (SGLangEngine, drawing(sglang))):
+            async with serving(engine_type, say, options=asking) as (_, engine):
                 fields = (await generate(engine)).fields
                 assert fields is not None
                 assert fields["routed_experts"].tolist() == [*routes.tolist(), [[0, 1, 2]] * 2]
@@ -133,16 +133,12 @@ def test_routed_experts_are_asked_for_and_become_a_field() -> None:
 
 @pytest.mark.parametrize(("finish", "no_eos"), [("stop", False), ("length", True)])
 def test_only_a_stop_is_an_end_of_sequence(finish: str, no_eos: bool) -> None:
-    async def vllm(asked: Asked) -> Answer:
-        return Answer(body=vllm_body([7], finish=finish))
-
-    async def sglang(asked: Asked) -> Answer:
-        kinds = {"stop": {"type": "stop", "matched": 7}, "length": {"type": "length", "length": 1}}
-        return Answer(body=sglang_body([7], kinds[finish]))
+    kinds = {"stop": {"type": "stop", "matched": 7}, "length": {"type": "length", "length": 1}}
+    bodies = vllm_body([7], finish=finish), sglang_body([7], kinds[finish])
 
     async def body() -> None:
-        for engine_type, say in ((VLLMEngine, vllm), (SGLangEngine, sglang)):
-            async with serving(engine_type, drawing(say)) as (_, engine):
+        for engine_type, answer in zip((VLLMEngine, SGLangEngine), bodies, strict=True):
+            async with serving(engine_type, always(answer)) as (_, engine):
                 assert (await generate(engine)).no_eos is no_eos
 
     asyncio.run(body())
@@ -210,11 +206,10 @@ def test_seeds_come_from_the_episode_and_the_number_of_the_request() -> None:
 def test_spans_of_versions_become_numbers() -> None:
     spans = [("default", 0, 1), ("8", 1, 3), ("8", 3, 4), ("11", 4, 5)]
 
-    async def vllm(asked: Asked) -> Answer:
-        return Answer(body=vllm_body([4, 5, 6, 7, 8], versions=spans))
+    answer = vllm_body([4, 5, 6, 7, 8], versions=spans)
 
     async def body() -> None:
-        async with serving(VLLMEngine, drawing(vllm), version=6) as (_, engine):
+        async with serving(VLLMEngine, always(answer), version=6) as (_, engine):
             output = await generate(engine)
         assert output.version_spans == (
             VersionSpan(6, 0, 1),
@@ -364,14 +359,12 @@ def test_an_interruption_at_the_last_token_needs_no_other_request() -> None:
 
 
 def test_interruptions_without_a_token_come_to_an_end() -> None:
-    async def draw(asked: Asked) -> Answer:
-        return Answer(body=vllm_body([], finish="abort"))
-
     async def body() -> None:
         few = options(
             retries=RetryLimits(wait_initial_s=0.001, wait_max_s=0.01, max_idle_resumes=3)
         )
-        async with serving(VLLMEngine, drawing(draw), options=few) as ((server,), engine):
+        say = always(vllm_body([], finish="abort"))
+        async with serving(VLLMEngine, say, options=few) as ((server,), engine):
             reply = await ask(engine)
             assert isinstance(reply, ServerUnavailableError)
             assert f":{server.port}: interrupted 4 times in a row" in str(reply)
@@ -411,11 +404,8 @@ def test_a_generation_does_not_go_on_with_older_weights() -> None:
     ],
 )
 def test_spans_that_make_no_sense_are_refused(spans: Any) -> None:
-    async def draw(asked: Asked) -> Answer:
-        return Answer(body=vllm_body([4, 5, 6], versions=spans))
-
     async def body() -> None:
-        async with serving(VLLMEngine, drawing(draw)) as (_, engine):
+        async with serving(VLLMEngine, always(vllm_body([4, 5, 6], versions=spans))) as (_, engine):
             reply = await ask(engine)
             assert isinstance(reply, MalformedResponseError)
             assert "weight_versions" in str(reply)
@@ -460,12 +450,8 @@ def test_closing_an_episode_frees_its_server(
 def test_closing_one_episode_leaves_others_alone() -> None:
     gate = asyncio.Event()
 
-    async def draw(asked: Asked) -> Answer:
-        await gate.wait()
-        return await say_vllm(asked)
-
     async def body() -> None:
-        async with serving(VLLMEngine, drawing(draw)) as ((server,), engine):
+        async with serving(VLLMEngine, gated(gate, say_vllm)) as ((server,), engine):
             engine.open_episode("gone")
             engine.obs_queue.put_nowait(("gone", [1], SamplingParams(4)))
             stays = asyncio.create_task(generate(engine, "stays"))
@@ -528,14 +514,13 @@ def test_sampling_masks_of_vllm_become_the_support_of_a_batch(in_rows: bool) -> 
     ends = [0, *accumulate(map(len, rows))]
     mask = rows if in_rows else {"token_ids": allowed, "offsets": ends}
 
-    async def draw(asked: Asked) -> Answer:
-        (choice,) = vllm_body(answer)["choices"]
-        return Answer(body={"choices": [choice | {"sampling_mask": mask}]})
+    (choice,) = vllm_body(answer)["choices"]
+    say = always({"choices": [choice | {"sampling_mask": mask}]})
 
     async def body() -> list[Any]:
         question = Question("q", ({"role": "user", "content": "2 + 3"},), ("5",))
         agent = MathMultiTurnAgent(SamplingParams(8), tokenizer, None, num_turns=2)
-        async with serving(VLLMEngine, drawing(draw)) as (_, engine):
+        async with serving(VLLMEngine, say) as (_, engine):
             runner = RolloutRunner(engine, agent, ExactAnswerEnvironment([question]))
             return [one async for one in runner.run([Prompt("q", [7, 8])])]
 
@@ -557,11 +542,8 @@ def test_a_multi_turn_rollout_survives_a_server(engine_type: Any) -> None:
     _, tokenizer = build_tiny_model()
     answer = [*tokenizer.encode("5", add_special_tokens=False), tokenizer.eos_token_id]
 
-    async def draw(asked: Asked) -> Answer:
-        is_vllm = engine_type is VLLMEngine
-        return Answer(body=vllm_body(answer) if is_vllm else sglang_body(answer))
-
-    say = drawing(draw, say_vllm if engine_type is VLLMEngine else say_sglang)
+    is_vllm = engine_type is VLLMEngine
+    say = always(vllm_body(answer)) if is_vllm else always(sglang_body(answer), say_sglang)
     questions = [
         Question(f"q{k}", ({"role": "user", "content": "2 + 3"},), ("5",)) for k in range(6)
     ]

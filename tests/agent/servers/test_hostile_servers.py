@@ -17,6 +17,7 @@ from tests.agent.servers.loopback import (
     Answer,
     Asked,
     Loopback,
+    always,
     ask,
     drawing,
     encode,
@@ -79,10 +80,7 @@ EXCHANGES: list[tuple[Answer, str]] = [
 
 
 async def reply_to(answer: Answer, engine_type: Any = VLLMEngine) -> tuple[Any, Loopback]:
-    async def draw(asked: Asked) -> Answer:
-        return answer
-
-    say = drawing(draw, say_vllm if engine_type is VLLMEngine else say_sglang)
+    say = always(answer, say_vllm if engine_type is VLLMEngine else say_sglang)
     changed = options(vocab_size=1000, retries=RetryLimits(2, 0.001, 0.01, rest_s=0.01))
     async with serving(engine_type, say, options=changed) as ((server,), engine):
         reply = await ask(engine)  # which takes one reply, and sees that there is no other
@@ -139,19 +137,18 @@ def test_broken_answers_are_errors_and_leave_no_file_open() -> None:
 
 def test_a_long_answer_in_reasonable_pieces_is_taken() -> None:
     """Chunks of 200 bytes, and a head of 8 KB: what proxies make of a good answer."""
-    answer = encode(vllm_body(range(20_000), [-1.5] * 20_000, "length"))
+    whole = encode(vllm_body(range(20_000), [-1.5] * 20_000, "length"))
     headers = [f"x-cookie-{k}: {'y' * 80}" for k in range(80)]
-    pieces = [answer[start : start + 200] for start in range(0, len(answer), 200)]
+    pieces = [whole[start : start + 200] for start in range(0, len(whole), 200)]
     body = (
         b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\nx: y\r\n\r\n"
     )
     raw = head(*headers, "transfer-encoding: chunked", body=body)
 
-    async def draw(asked: Asked) -> Answer:
-        return Answer(raw=b"HTTP/1.1 100 Continue\r\n\r\n" + raw)
+    answer = Answer(raw=b"HTTP/1.1 100 Continue\r\n\r\n" + raw)
 
     async def collect() -> None:
-        async with serving(VLLMEngine, drawing(draw)) as (_, engine):
+        async with serving(VLLMEngine, always(answer)) as (_, engine):
             output = await generate(engine, sampling=SamplingParams(20_000))
             assert len(output.output_ids) == 20_000
 
@@ -231,14 +228,11 @@ def test_secrets_are_in_no_message(status: int, caplog: pytest.LogCaptureFixture
 
 def test_a_large_answer_is_read_beside_the_event_loop() -> None:
     count = 131_072
-    answer = Answer(body=encode(vllm_body(range(count), [-1.5] * count, "length")))
-
-    async def draw(asked: Asked) -> Answer:
-        return answer
+    say = always(encode(vllm_body(range(count), [-1.5] * count, "length")))
 
     async def body() -> float:
         longest = 0.0
-        async with serving(VLLMEngine, drawing(draw)) as (_, engine):
+        async with serving(VLLMEngine, say) as (_, engine):
             asked = asyncio.create_task(generate(engine, sampling=SamplingParams(count)))
             while not asked.done():
                 # what this thread has computed: the machine may be busy with others

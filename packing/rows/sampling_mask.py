@@ -1,7 +1,6 @@
 """Sampling masks: the token ids that top-p and top-k left to sample from, which trainers replay.
 
-In a batch they are the field ``sampling_mask``: integers of a ragged `TokenField`, or of one of
-shape ``(K,)`` with ``fill=-1``: the ids, then -1. What is read from a trainer's format is ragged.
+In a batch they are the field ``sampling_mask``, integers of a ragged `TokenField`.
 """
 
 from __future__ import annotations
@@ -17,44 +16,13 @@ from trajpack.packing.ragged import Ragged
 from trajpack.packing.rows.packed import Packed
 
 
-def mask_rows(op: str, batch: Packed) -> torch.Tensor:
-    """Return the field ``sampling_mask``, int32 ``[tokens, K]``; -1 where nothing was generated.
+def masks_of(op: str, batch: Packed) -> Ragged:
+    """Return the ids of all tokens as int32 arrays on the host (synchronises).
 
-    Raises a `ValueError` if it holds no integers, or has not one dimension per token.
+    Raises a `ValueError` if the field is not ragged, or holds no integers.
     """
     if "sampling_mask" not in batch.ragged_values:
-        return _padded_field(op, batch)
-    cu, ids = _ragged_field(op, batch)
-    counts = np.diff(cu)
-    rows = np.full((len(counts), counts.max(initial=1)), -1, np.int32)
-    rows[np.arange(rows.shape[1]) < counts[:, None]] = ids
-    return torch.from_numpy(rows).to(batch.device)
-
-
-def masks_of(op: str, batch: Packed) -> Ragged:
-    """Return the ids of all tokens as int32 arrays on the host; raises as `mask_rows`."""
-    if "sampling_mask" in batch.ragged_values:
-        return _ragged_field(op, batch)
-    return without_padding(_padded_field(op, batch).cpu().numpy())
-
-
-def without_padding(rows: npt.NDArray[Any]) -> Ragged:
-    """Return the ids of ``rows``, ``[tokens, K]`` with -1 where there is none."""
-    known = rows != -1
-    return Ragged(np.append(0, known.sum(1)).cumsum(dtype=np.int32), rows[known])
-
-
-def _padded_field(op: str, batch: Packed) -> torch.Tensor:
-    mask = batch.fields["sampling_mask"]
-    if mask.ndim != 2 or mask.is_floating_point():
-        raise ValueError(
-            f"{op}: sampling_mask must hold integers with one dimension for a token, "
-            f"got {mask.dtype} and shape {list(mask.shape[1:])}"
-        )
-    return torch.where((batch.turn_ids >= 0)[:, None], mask, -1).int()
-
-
-def _ragged_field(op: str, batch: Packed) -> Ragged:
+        raise ValueError(f"{op}: sampling_mask must be a field with ragged=True, got padded rows")
     values = batch.values_of_tokens("sampling_mask").values
     if values.ndim != 1 or values.is_floating_point():
         raise ValueError(
@@ -64,6 +32,21 @@ def _ragged_field(op: str, batch: Packed) -> Ragged:
     counts = batch.fields["sampling_mask"][:, 1].cpu().numpy()
     cu = np.append(0, counts).cumsum(dtype=np.int32)
     return Ragged(cu, values[: int(cu[-1])].int().cpu().numpy())
+
+
+def mask_rows(op: str, batch: Packed) -> torch.Tensor:
+    """Return the ids of `masks_of` as int32 rows ``[tokens, K]``, -1 behind the last id of each."""
+    cu, ids = masks_of(op, batch)
+    counts = np.diff(cu)
+    rows = np.full((len(counts), counts.max(initial=1)), -1, np.int32)
+    rows[np.arange(rows.shape[1]) < counts[:, None]] = ids
+    return torch.from_numpy(rows).to(batch.device)
+
+
+def without_padding(rows: npt.NDArray[Any]) -> Ragged:
+    """Return the ids of ``rows``, ``[tokens, K]`` with -1 where there is none."""
+    known = rows != -1
+    return Ragged(np.append(0, known.sum(1)).cumsum(dtype=np.int32), rows[known])
 
 
 def ids_and_counts(masks: Ragged) -> dict[str, bytes]:

@@ -14,13 +14,11 @@ import pytest
 import torch
 
 from tests.packing.credit.credit_cases import generated, given_beside, inputs_of, some_trajectories
-from tests.packing.credit.credit_oracle import steps_of
 from trajpack import (
     GAE,
     GRPO,
     GroupEstimator,
     KLPenalty,
-    ReinforcePlusPlus,
     Trajectory,
     Turn,
     pack,
@@ -100,42 +98,6 @@ def test_nemo_rls_grpo_by_the_mean_of_all():
     check_group({"singleton": "zero"}, nemo_rl_grpo_without_leaving_out, GRPO(singleton="zero"))
 
 
-@pytest.mark.parametrize("ddof", [0, 1])
-@pytest.mark.parametrize("leave_one_out", [False, True])
-def test_areals_normalization_of_groups(leave_one_out, ddof):
-    """Its deviation is about the baseline, whichever that is."""
-
-    def loop(scores):
-        n = len(scores)
-        if n == 1:
-            return scores if leave_one_out else [0.0]
-        mean = sum(scores) / n
-        means = [(sum(scores) - score) / (n - 1) if leave_one_out else mean for score in scores]
-        centred = [score - own for score, own in zip(scores, means, strict=True)]
-        deviation = math.sqrt(sum(number**2 for number in centred) / (n - ddof))
-        return [0.0 if deviation < 1e-12 else number / (deviation + 1e-5) for number in centred]
-
-    rule = {
-        "baseline": "leave_one_out" if leave_one_out else "mean",
-        "scale": "std_about_baseline",
-        "ddof": ddof,
-        "eps": 1e-5,
-        "singleton": "raw" if leave_one_out else "zero",
-    }
-    check_group(rule, loop, GRPO(**rule))
-
-
-def test_skyrls_maxrl_divides_by_a_mean_of_either_sign():
-    def loop(scores):
-        if len(scores) == 1:
-            return scores
-        mean = sum(scores) / len(scores)
-        return [(score - mean) / (mean + 1e-6) for score in scores]
-
-    rule = {"scale": "signed_mean", "singleton": "raw"}
-    check_group(rule, loop, GroupEstimator("max_rl", **rule))
-
-
 def test_prime_rls_maxrl_is_zero_where_the_mean_is_not_positive():
     def loop(scores):
         mean = sum(scores) / len(scores)
@@ -174,27 +136,6 @@ def test_nemo_rls_reinforce_plus_plus_with_a_baseline_is_as_the_pages_say():
         torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
         num_alone += any(len(own) == 1 for own in groups.values())
     assert num_alone > NUM / 4
-
-
-def test_skyrls_reinforce_plus_plus_ends_a_return_at_an_observation():
-    for seed in range(NUM):
-        trajectories = some_trajectories(8, 6, seed)
-        beside = given_beside(trajectories)
-        batch, expected, first = pack(trajectories, device="cpu"), [], 0
-        estimator = ReinforcePlusPlus(0.9, "reset", whiten=False)
-        for one in trajectories:
-            past = first + len(one.turns)
-            own = beside._replace(values=beside.values[first:past], logprobs=beside.logprobs[
-                first:past], ref_logprobs=beside.ref_logprobs[first:past])  # fmt: skip
-            first, running, returns = past, 0.0, []
-            for step in reversed([step for turn in steps_of(one, estimator, own) for step in turn]):
-                running = step.reward + 0.9 * running
-                if step.generated:
-                    returns.append(running)
-                running *= step.generated
-            expected += returns[::-1]
-        found = generated(batch, batch.with_advantages(estimator).advantages)
-        torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=1e-6)
 
 
 def conversations(rng):

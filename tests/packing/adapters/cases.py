@@ -140,16 +140,14 @@ def random_batch(rng, *, fields=(), **options):
 
 
 def random_rows(rng, field, count):
-    """Return that many random rows of a field; experts of a token are distinct.
-
-    Where the field is filled with -1, rows have -1 behind their last number.
-    """
+    """Return that many random rows of a field; experts of a token are distinct."""
+    if field.ragged:
+        made = [rng.permutation(16)[: rng.integers(1, 5)] for _ in range(count)]
+        shape = (-1, *[1] * len(field.shape))
+        return [np.broadcast_to(r.reshape(shape), (len(r), *field.shape)).tolist() for r in made]
     if field.dtype.is_floating_point:
         return -rng.random((count, *field.shape), np.float32)
     rows = rng.random((count, *field.shape[:-1], 16)).argsort(-1)[..., : field.shape[-1]]
-    if field.fill == -1:
-        known = rng.integers(1, field.shape[-1] + 1, (count, 1))
-        rows = np.where(np.arange(field.shape[-1]) < known, rows, -1)
     return torch.from_numpy(rows).to(field.dtype).numpy()
 
 

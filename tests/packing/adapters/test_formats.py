@@ -75,18 +75,13 @@ def test_trees_and_their_entries_are_no_sequences(convert: Any) -> None:
 
 
 NO_READS = {
-    areal.to_padded_dict: {"input_ids": (6, 19), "turn_ids": (6, 19)},
-    nemo_rl.to_loss_inputs: {"advantages": (6, 19)},
     openrlhf.to_experience_dict: {"action_mask": (6, 18), "response_length": (6,)},
     partial(skyrl.to_training_input, max_response_length=20): {
         "rewards": (6, 20),
         "sequences": (6, 19),
     },
-    partial(torchtitan.to_training_microbatch, seq_len=64): {"labels": (1, 64)},
-    trl.to_async_row: {"input_ids": (1, 58)},
-    trl.to_flat_async_row: {"input_ids": (1, 58)},
-    prime_rl.to_tensor_micro_batch: {"seq_lens": (6,)},
 }
+"""Beside those of `tests/packing/test_no_waits.py`."""
 
 
 @pytest.mark.parametrize(("convert", "shapes"), NO_READS.items())

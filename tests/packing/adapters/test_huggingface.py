@@ -46,22 +46,19 @@ def assert_same(ours, theirs):
             assert_same_bits(ours[key], value, key)
 
 
-@pytest.mark.parametrize("labels", ["generated", "all"])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
-def test_a_batch_equals_the_collated_sequences(options, labels):
-    batch = some_batch()
-    assert_same(to_padding_free(batch, labels=labels, **options), collated(batch, labels, options))
-
-
-@settings(max_examples=25)
-@given(trajectory_lists(), st.sampled_from(["merged", "turns"]))
-def test_any_batch_equals_the_collated_sequences(trajectories, layout):
+@settings(max_examples=40)
+@given(
+    trajectory_lists(),
+    st.sampled_from(["merged", "turns"]),
+    st.sampled_from([*OPTIONS.values()]),
+    st.sampled_from(["generated", "all"]),
+)
+def test_any_batch_equals_the_collated_sequences(trajectories, layout, options, labels):
     batch = pack(trajectories, layout, device="cpu")
     if not len(batch):  # of which the collator makes nothing
         assert to_padding_free(batch)["labels"].shape == (1, 0)
         return
-    options = OPTIONS["all"]
-    assert_same(to_padding_free(batch, **options), collated(batch, "generated", options))
+    assert_same(to_padding_free(batch, labels=labels, **options), collated(batch, labels, options))
 
 
 @pytest.mark.parametrize("labels", ["generated", "all"])

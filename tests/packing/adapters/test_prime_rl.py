@@ -58,7 +58,7 @@ TENSORS = {
 }  # fmt: skip
 OTHERS = {"sequence_lengths", "env_names", "mm_kwargs", "mm_refs", "trace_ids", "branch_indices"}
 OTHERS |= {"sampling_mask"}
-MASK = TokenField("sampling_mask", torch.int32, (4,), fill=-1)
+MASK = TokenField("sampling_mask", torch.int32, ragged=True)
 
 
 def sent(struct, fields):
@@ -190,9 +190,10 @@ def test_sampling_masks_are_tokens_and_counts_on_the_way_and_rows_at_the_trainer
     arrived = as_the_trainer_reads(sent(MicroBatch, to_micro_batch(packed)).sampling_mask)
     tensor = to_tensor_micro_batch(packed)["sampling_mask"]
     assert tensor.dtype == torch.int32
-    assert tensor.shape == (1, packed.num_tokens, 4)
+    assert tensor.shape == (1, packed.num_tokens, 4)  # as many as the longest row has
     assert [padded(row, 4, -1) for row in arrived] == tensor[0].tolist()
-    expected = torch.where(batch.loss_mask[:, None], batch.fields["sampling_mask"], -1).tolist()
+    cu, values = batch.values_of_tokens(MASK.name)
+    expected = [padded(row.tolist(), 4, -1) for row in values.split(cu.diff().tolist())]
     assert tensor[0, : batch.num_tokens].tolist() == expected
     assert (tensor[0, batch.num_tokens :] == -1).all()
     rows = []

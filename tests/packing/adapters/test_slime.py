@@ -34,7 +34,7 @@ TRAIN_KEYS = {
 FIELDS = [
     TokenField("routed_experts", torch.int32, (2, 3), generated_only=False),
     TokenField("teacher_log_probs", torch.float32),
-    TokenField("sampling_mask", torch.int32, (4,), fill=-1),
+    TokenField("sampling_mask", torch.int32, ragged=True),
 ]
 
 
@@ -112,12 +112,11 @@ def test_routes_are_of_all_tokens_but_the_last():
 def test_teacher_logprobs_and_sampling_masks_are_of_responses():
     batch = random_batch(np.random.default_rng(24), fields=FIELDS)
     found = to_train_data(batch)
-    rows = zip(
-        rows_by_loop(batch),
-        *(batch.fields[field.name].split(batch.seqlens) for field in FIELDS[1:]),
-        strict=True,
-    )
-    for number, ((prompt, response, mask, _), teacher, kept) in enumerate(rows):
+    cu, values = batch.ragged("sampling_mask")
+    kept = iter(values.split(cu.diff().tolist()))  # of the generated tokens
+    teachers = batch.fields["teacher_log_probs"].split(batch.seqlens)
+    rows = zip(rows_by_loop(batch), teachers, strict=True)
+    for number, ((prompt, response, mask, _), teacher) in enumerate(rows):
         length = found["response_lengths"][number]
         assert length == len(response)
         assert found["teacher_log_probs"][number] == teacher[len(prompt) :].tolist()
@@ -127,8 +126,7 @@ def test_teacher_logprobs_and_sampling_masks_are_of_responses():
         assert len(offsets) == length + 1
         for token, generated in enumerate(mask):
             of = ids[offsets[token] : offsets[token + 1]].tolist()
-            row = kept[len(prompt) + token]
-            assert of == (row[row != -1].tolist() if generated else [])
+            assert of == (next(kept).tolist() if generated else [])
 
 
 def test_source_names_are_those_that_are_given():

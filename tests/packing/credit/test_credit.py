@@ -184,8 +184,6 @@ def test_turn_returns_are_those_that_were_packed():
 
 """Credit given to a batch that was given credit before."""
 
-TURNS = [Turn([1], [2, 3], [-1.0, -1.0], 1.0), Turn([1, 2, 3, 4], [5], [-1.0], 1.0)]
-
 
 @pytest.mark.parametrize("estimator", [TurnReturns(), TurnReturns(whiten=True), GRPO()])
 @pytest.mark.parametrize("before", [GAE(0.5, 0.5), TurnReturns(), GRPO()])
@@ -196,20 +194,6 @@ def test_earlier_advantages_do_not_count(estimator, before):
     again = batch.with_advantages(before, values).with_advantages(estimator)
     for name in ("advantages", "returns", "metrics"):
         assert torch.equal(getattr(again, name), getattr(fresh, name)), name
-
-
-def test_turn_returns_are_those_of_the_turns_after_a_scan_too():
-    batch = pack([Trajectory("a", TURNS, turn_discount=0.5)], device="cpu")
-    scanned = batch.with_advantages(GAE(0.5, 0.5), torch.zeros(batch.num_tokens))
-    credited = scanned.with_advantages(TurnReturns())
-    for rows in (credited.advantages, credited.returns):
-        assert rows[batch.loss_mask].tolist() == [1.5, 1.5, 1.0]
-    assert credited.advantages.data_ptr() != credited.returns.data_ptr()
-
-
-@pytest.mark.parametrize("name", ["TurnReturns", "TurnReturns, whitened"])
-def test_the_kernels_spread_the_returns(name):
-    check(some_trajectories(6), EVERY[name], "triton")
 
 
 """Credit where a caller did something unusual."""

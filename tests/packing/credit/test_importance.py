@@ -63,17 +63,6 @@ def test_weights_are_those_of_the_tokens_lined_up(name, per, layout):
     assert metrics[IMPORTANCE_METRICS.index("tokens")] == batch.num_generated
 
 
-def test_segments_of_turns_and_trajectories_are_not_the_same():
-    trajectories = some_trajectories(30)
-    batch = pack(trajectories, device="cpu")
-    logprobs = laid_out(batch, given_beside(trajectories).logprobs)
-    pair = [
-        batch.importance_weights(logprobs, Correction.mis(), per=per)[0]
-        for per in ("trajectory", "turn")
-    ]
-    assert not torch.equal(*pair)
-
-
 @given(trajectory_lists(), st.sampled_from([*CORRECTIONS]), st.sampled_from(["trajectory", "turn"]))
 def test_both_layouts_weigh_a_token_the_same(trajectories, name, per):
     beside, rows = given_beside(trajectories), []

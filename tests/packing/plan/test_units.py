@@ -47,6 +47,8 @@ from trajpack import plan_micro_batches, plan_ranks
             ValueError,
             r"and 2 sequences, got 12 tokens in 3 sequences",
         ),
+        ({"capacity": 4}, ValueError, r"sequence 2 has 5 tokens, more than the capacity of 4;"),
+        ({"capacity": 7, "align": 4}, ValueError, r"capacity of 4 in multiples of 4"),
         ({"turn_ends": [[3], [4], [5]]}, ValueError, r"turn_ends are for .* got 'raise'"),
         ({"oversized": "truncate_at_turn"}, ValueError, r"needs turn_ends, got None"),
         (
@@ -95,13 +97,6 @@ def test_labels_are_of_any_kind_and_none_is_alone():
 
 
 LONG = [5, 30, 8, 12]
-
-
-def test_a_sequence_that_is_too_long_is_named():
-    with pytest.raises(ValueError, match=r"sequence 1 has 30 tokens, more than the capacity of 10"):
-        plan_micro_batches(LONG, 10)
-    with pytest.raises(ValueError, match=r"capacity of 8 in multiples of 4"):
-        plan_micro_batches([9], 11, align=4)
 
 
 @pytest.mark.parametrize("name", EVERY)

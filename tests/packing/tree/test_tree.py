@@ -140,24 +140,6 @@ def test_the_kernel_writes_the_bits_of_the_reference_in_one_launch(trajectories)
     assert executor.launched == launched  # the turns' returns, then all fields
 
 
-@given(trajectory_lists(), st.randoms())
-def test_the_order_of_trajectories_moves_entries_only(trajectories, random):
-    order = [*range(len(trajectories))]
-    random.shuffle(order)
-    batch, moved = pack_tree(trajectories), pack_tree([trajectories[i] for i in order])
-    for name in ("input_ids", "position_ids", "tree_end", "tree_parent", "loss_mask", "cu_seqlens"):
-        assert torch.equal(getattr(batch, name), getattr(moved, name)), name
-    for there, here in enumerate(order):
-        for name in ("entry_node", "rollout_logprobs", "policy_versions", "returns"):
-            one, other = (of_trajectory(b, name, i) for b, i in ((batch, here), (moved, there)))
-            assert torch.equal(one, other), name
-
-
-def of_trajectory(batch, name, index):
-    begin, end = batch.entries.cu_generated[batch.entries.cu_turns[index : index + 2].long()]
-    return getattr(batch, name)[begin:end]
-
-
 @given(trajectory_lists())
 def test_shares_count_the_chains_through_the_node(trajectories):
     batch = pack_tree(trajectories, "sum")
@@ -169,15 +151,6 @@ def test_shares_count_the_chains_through_the_node(trajectories):
     if batch.num_entries:
         total = float((weights.max() * expected).sum())
         assert float(batch.loss_weights("token_mean").sum()) == pytest.approx(total)
-
-
-def test_members_that_sample_the_same_count_as_they_do_alone():
-    """A node of five members is in five chains; each counts it once, together or alone."""
-    members = [Trajectory(str(n), [Turn([1], [2, 3], [-0.5] * 2)], "g") for n in range(5)]
-    assert pack_tree(members, "sum").entry_weights.tolist() == [1.0] * 10
-    again = Trajectory("again", [Turn([1, 2, 3], [4], [-0.5])])  # in its prompt
-    weights = pack_tree([*members, again], "sum").entry_weights
-    torch.testing.assert_close(weights, torch.tensor([1.2] * 10 + [1.0]))
 
 
 def with_fields(trajectories, random):

@@ -6,7 +6,8 @@ from hypothesis import given, settings, strategies as st
 
 from tests.packing.tree import tree_oracle as oracle
 from trajpack import GAE, GRPO, Trajectory, Turn, TurnReturns, pack, pack_tree
-from trajpack.packing.tree import breaks, trie
+from trajpack.packing.buffer import breaks
+from trajpack.packing.tree import trie
 from trajpack.testing import assert_same_bits, trajectory_lists
 
 TOKENS = st.lists(st.integers(1, 2), min_size=1, max_size=3)
@@ -53,22 +54,6 @@ def test_chains_are_the_best_cover_of_turns(turns):
     assert pack_tree(trajectories).statistics().num_tokens_merged == fewest_tokens(turns)
 
 
-@pytest.mark.parametrize("boundary", ["shared", "duplicate"])
-@given(trajectories=trajectory_lists())
-def test_subtrees_are_laminar_intervals_of_descendants(boundary, trajectories):
-    """I4: two subtrees are apart or one holds the other; a parent is one depth above."""
-    batch = pack_tree(trajectories, boundary=boundary)
-    ends, parents = batch.tree_end.tolist(), batch.tree_parent.tolist()
-    depths, inside = batch.position_ids.tolist(), list[int]()  # subtrees that are not over
-    for node, (end, parent) in enumerate(zip(ends, parents, strict=True)):
-        while inside and ends[inside[-1]] <= node:
-            inside.pop()
-        assert parent == (inside[-1] if inside else -1)
-        assert depths[node] == len(inside)
-        assert node < end <= (ends[inside[-1]] if inside else batch.num_nodes)
-        inside.append(node)
-
-
 @given(trajectory_lists())
 def test_equal_chains_stay_in_order_whether_or_not_a_key_fits_an_integer(trajectories):
     merged = pack(trajectories)
@@ -83,10 +68,17 @@ def test_equal_chains_stay_in_order_whether_or_not_a_key_fits_an_integer(traject
 @given(trajectory_lists().filter(bool), st.randoms())
 @settings(max_examples=30)
 def test_the_order_of_trajectories_changes_no_value_of_an_entry(trajectories, random):
-    """I9: log-probabilities and advantages stay with their trajectory."""
+    """I9: nodes stay as they are, and what entries have stays with their trajectory."""
     order = [*range(len(trajectories))]
     random.shuffle(order)
     one, other = pack_tree(trajectories), pack_tree([trajectories[index] for index in order])
+    for name in ("input_ids", "position_ids", "tree_end", "tree_parent", "loss_mask", "cu_seqlens"):
+        assert torch.equal(getattr(one, name), getattr(other, name)), name
+    for there, here in enumerate(order):
+        for name in ("entry_node", "rollout_logprobs", "policy_versions", "returns"):
+            pairs = ((one, here), (other, there))
+            rows = [getattr(b, name)[slice(*bounds_of(b, place))] for b, place in pairs]
+            assert torch.equal(*rows), name
     hidden = torch.randn(one.num_nodes, 4, generator=torch.Generator().manual_seed(0))
     head = torch.linspace(-1, 1, 12).view(3, 4)
     targets = [batch.input_ids.remainder_(3) for batch in (one, other)]

@@ -201,20 +201,20 @@ def test_an_edit_is_measured_if_enough_follows(removed, added, rest):
     assert found == (expected, removed, added)
 
 
-def test_the_place_with_fewest_added_tokens_is_taken():
-    answer, ending = list(range(RUN)), [60, 61, 62]
-    history = np.array([50, 51, *answer, 52, 53, *ending])
-    prompt = np.array([*ending, *answer, 70])
-    assert reason_of(history, prompt) == ("stripped", RUN + 4, 0)
+ANSWER = list(range(RUN))
 
 
-def test_a_short_history_is_found_behind_what_was_inserted():
-    found = reason_of(np.array([1, 2, 3]), np.array([7, 1, 2, 3, 9]))
-    assert found == ("rewritten", 0, 1)
-
-
-def test_the_longest_agreement_is_taken_where_text_repeats():
-    answer = list(range(RUN))
-    history = np.array([50, 51, *answer, 52, 53, *answer, 60, 61])
-    prompt = np.array([*answer, 60, 61, 70])
-    assert reason_of(history, prompt) == ("stripped", RUN + 4, 0)
+@pytest.mark.parametrize(
+    ("history", "prompt", "found"),
+    [
+        # the place with fewest added tokens
+        ([50, 51, *ANSWER, 52, 53, 60, 61, 62], [60, 61, 62, *ANSWER, 70], (RUN + 4, 0)),
+        # a short history behind what was inserted
+        ([1, 2, 3], [7, 1, 2, 3, 9], (0, 1)),
+        # the longest agreement where text repeats
+        ([50, 51, *ANSWER, 52, 53, *ANSWER, 60, 61], [*ANSWER, 60, 61, 70], (RUN + 4, 0)),
+    ],
+)
+def test_one_of_several_places_is_taken(history, prompt, found):
+    reason = "rewritten" if found[1] else "stripped"
+    assert reason_of(np.array(history), np.array(prompt)) == (reason, *found)

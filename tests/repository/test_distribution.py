@@ -132,9 +132,19 @@ def test_the_first_example_runs_with_the_core_alone(core: Path, tmp_path: Path) 
         "import doctest, importlib.util, trajpack; from pathlib import Path\n"
         "done = doctest.testfile('example.txt', module_relative=False); assert done.attempted > 5\n"
         "assert 'site-packages' in trajpack.__file__ and not done.failed\n"
-        "assert importlib.util.find_spec('transformers') is None\n"
+        "for name in ('anyio', 'rich', 'transformers', 'typer'):\n"
+        "    assert importlib.util.find_spec(name) is None\n"
     )
     run(core / "python", "-P", "-W", "error", "-c", code, cwd=tmp_path)
+
+
+def test_agents_run_with_the_extra_runner(built: Path, tmp_path: Path) -> None:
+    assert not required("runner") & {"transformers", "math-verify", "typer", "rich"}
+    jobs = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/jobs.md").read_text(), re.S | re.M)
+    (rollout,) = [code for code in jobs if "FunctionEngine(" in code]
+    hidden = "import sys; sys.modules |= dict.fromkeys(['jinja2', 'transformers'])\n"
+    python = installed(built, tmp_path / "venv", "runner") / "python"
+    run(python, "-P", "-W", "error", "-c", f"{hidden}{rollout}")
 
 
 @pytest.mark.slow

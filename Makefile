@@ -117,6 +117,28 @@ test: $(TEST_STAMP) ## Run the quicker part of the tests that need no GPU
 test-slow: $(TEST_STAMP) ## Run the other tests that need no GPU: slow ones, and further combinations of parameters
 	$(BIN)/python -m pytest -q -n $(WORKERS) --timeout 1000 -m "slow and not (gpu or engines or variants)"
 
+# each leg in an environment of its own; what a test needs and the oldest leg lacks, it skips or is named here
+LEG := $(VENV)/legs
+OLDEST_TESTS := tests/kernels tests/ptx tests/packing tests/agent/agents tests/agent/engines tests/agent/runner
+
+.PHONY: test-oldest
+test-oldest: $(LEG)/oldest/.installed ## Run the tests with the oldest version of every package; fetches 3 GB
+	$(LEG)/oldest/bin/python -m pytest -q -n $(WORKERS) --timeout 1000 -W default -m "not (gpu or engines or variants)" $(OLDEST_TESTS)
+
+.PHONY: test-newest
+test-newest: $(LEG)/newest/.installed ## Run the tests with the newest version of every package; fetches 1 GB
+	$(LEG)/newest/bin/python -m pytest -q -n $(WORKERS) --timeout 1000 -m "not (gpu or engines or variants)"
+
+$(LEG)/oldest/.installed: EXTRAS = agent,cli,json,log,metrics,servers,triton
+$(LEG)/newest/.installed: EXTRAS = dev
+$(LEG)/%/.installed: tests/legs/%.txt pyproject.toml $(TEST_STAMP)
+	$(BIN)/python -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet --constraint $< torch
+	$(@D)/bin/python -m pip install --quiet --constraint $< --editable '.[$(EXTRAS)]' hypothesis pytest pytest-timeout pytest-xdist
+	ln -sfn $(abspath $(VENV))/peers $(@D)/peers
+	ln -sfn $(abspath $(VENV))/triton $(@D)/triton
+	touch $@
+
 .PHONY: attacks
 attacks: $(TEST_STAMP) ## Run all kills, flips, fuzzing and escapes, twenty times as many as `make test` and `make test-slow`
 	$(BIN)/python -m pytest -q -n $(WORKERS) --timeout 7200 --full -m attack

@@ -49,7 +49,7 @@ def narrow_ids(name: str, values: Any) -> npt.NDArray[np.int32]:
         return ids.astype(np.int32, copy=False)
     if ids.dtype.kind not in "iu":
         raise TypeError(f"{name} must be integers, got {ids.dtype}")
-    if not np.can_cast(ids.dtype, np.int32) and np.bitwise_or.reduce(ids) >> 31:
+    if not np.can_cast(ids.dtype, np.int32) and int(np.bitwise_or.reduce(ids)) >> 31:
         if (low := int(ids.min())) < 0:
             raise ValueError(f"{name} must be 0 or more, got {low} at index {ids.argmin()}")
         raise ValueError(f"{name} must fit int32, got {ids.max()} at index {ids.argmax()}")

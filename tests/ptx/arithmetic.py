@@ -23,6 +23,9 @@ ROUNDINGS = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
 _libm = ctypes.CDLL("libm.so.6")
 _libm.fma.restype = ctypes.c_double
 _libm.fma.argtypes = [ctypes.c_double] * 3
+_of_python = np.frompyfunc(int.bit_count, 1, 1)
+count_ones = getattr(np, "bitwise_count", lambda bits: _of_python(bits.astype(object)))
+"""Number of bits that are set; numpy 1 has no function of its own."""
 
 
 def unsigned(dtype: np.dtype) -> np.dtype:
@@ -164,7 +167,7 @@ def leading_zeros(a: Any) -> Any:
     for shift in (1, 2, 4, 8, 16, 32):
         if shift < bits:
             filled |= filled >> a.dtype.type(shift)
-    return (bits - np.bitwise_count(filled)).astype(np.uint32)
+    return (bits - count_ones(filled)).astype(np.uint32)
 
 
 def reversed_bits(a: Any) -> Any:

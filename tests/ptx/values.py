@@ -39,7 +39,7 @@ MIXED: dict[str, tuple[tuple[str, ...], str, Callable[..., Any]]] = {
     "shr": (("", "u32"), "", lambda kind, a, b: pa.shift_right(a, b, kind)),
     "bfe": (("", "u32", "u32"), "", lambda kind, a, b, c: pa.bit_field(a, b, c, kind)),
     "bfi": (("", "", "u32", "u32"), "", lambda kind, a, b, c, d: pa.insert_field(a, b, c, d, kind)),
-    "popc": (("",), "u32", lambda kind, a: np.bitwise_count(a).astype(np.uint32)),
+    "popc": (("",), "u32", lambda kind, a: pa.count_ones(a).astype(np.uint32)),
     "clz": (("",), "u32", lambda kind, a: pa.leading_zeros(a)),
     "selp": (("", "", "pred"), "", lambda kind, a, b, p: np.where(p, a, b)),
 }

@@ -82,14 +82,6 @@ def test_the_wheel_holds_one_package_with_real_files(built: Path) -> None:
     assert in_tree <= in_wheel
 
 
-def test_the_sdist_holds_the_layers(built: Path) -> None:
-    (sdist,) = built.glob("*.tar.gz")
-    with tarfile.open(sdist) as archive:
-        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
-    for layer in LAYERS:
-        assert any(name.startswith(f"src/trajpack/{layer}/") for name in names), layer
-
-
 def test_the_description_can_be_shown(built: Path) -> None:
     if importlib.util.find_spec("twine") is None:
         pytest.skip("twine is not installed; make dist installs it")

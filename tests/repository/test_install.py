@@ -166,12 +166,9 @@ def test_an_environment_of_a_wrong_python_is_replaced_by_a_good_one(
     assert (copy / ".venv" / "mark").exists()
 
 
-@pytest.mark.parametrize("half", ["without pip", "without its Python", "empty"])
+@pytest.mark.parametrize("half", ["without pip", "without its Python"])
 def test_a_half_made_environment_is_made_anew(half: str, copy: Path, quick_python: Path) -> None:
-    if half == "empty":
-        (copy / ".venv").mkdir()
-    else:
-        run([PYTHON, "-m", "venv", "--without-pip", ".venv"], copy)
+    run([PYTHON, "-m", "venv", "--without-pip", ".venv"], copy)
     if half == "without its Python":
         (copy / ".venv/bin/python").unlink()
         (copy / ".venv/bin/python").symlink_to("/nowhere/python3.11")
@@ -185,27 +182,6 @@ def test_what_is_no_environment_is_left_alone(copy: Path) -> None:
     said = refusal(copy, PYTHON)
     assert said.startswith(".venv is no virtual environment: move it away, or choose another place")
     assert (copy / ".venv" / "thesis.tex").read_text() == "years of work"
-
-
-def test_a_link_to_an_environment_elsewhere_is_replaced_and_not_followed(
-    copy: Path, quick_python: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    shared = tmp_path_factory.mktemp("shared")
-    (shared / "pyvenv.cfg").write_text("home = /nowhere\n")
-    (copy / ".venv").symlink_to(shared)
-    assert make_venv(copy, quick_python).returncode == 0
-    assert runs(copy)
-    assert not (copy / ".venv").is_symlink()
-    assert [path.name for path in shared.iterdir()] == ["pyvenv.cfg"]
-
-
-def test_an_environment_that_cannot_be_made_leaves_nothing(
-    copy: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    fails = '[ "$2" = venv ] && { mkdir -p .venv/bin; touch .venv/bin/python; exit 1; }'
-    folder = tmp_path_factory.mktemp("failing")
-    python = script(folder / "python3", f'{fails}\nexec {PYTHON} "$@"')
-    assert refusal(copy, python) == f"{python} cannot make a virtual environment in .venv"
 
 
 # an environment that is there
@@ -237,16 +213,6 @@ def test_a_python_that_is_asked_for_in_vain_is_refused(installed: Path) -> None:
             )
 
 
-def test_a_default_python_of_another_version_is_not_compared(
-    installed: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path_factory.mktemp("first")
-    script(folder / "python3", "echo 3.4.5")
-    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-    done = run(["make", "install"], installed)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 @pytest.mark.parametrize("become", ["another", "nothing"])
 def test_an_environment_whose_python_has_changed_is_installed_again(
     become: str, installed: Path
@@ -260,14 +226,6 @@ def test_an_environment_whose_python_has_changed_is_installed_again(
     done = run(["make", "--dry-run", "install"], installed)
     assert "-m pip install" in done.stdout
     assert not (installed / ".venv/.installed").exists()
-
-
-@pytest.mark.parametrize("venv", ["my venv", "", " "])
-def test_an_environment_of_no_single_path_is_refused(venv: str, fresh: Path) -> None:
-    done = run(["make", "install", f"VENV={venv}"], fresh)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "*** VENV must be one path without spaces, got '" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
 
 
 # the demonstration
@@ -316,27 +274,6 @@ def test_an_installation_says_what_it_fetches(
     assert (first, last) == (f"{pip} {torch}", f"{pip} --editable .[{extra}]")
 
 
-def test_make_installs_the_tools_by_the_same_script(installed: Path) -> None:
-    (installed / ".venv/.installed").unlink()
-    script(installed / ".ci/install", 'echo "install $2 into $1 from $3"')
-    (installed / ".venv/bin/python").unlink()  # a link to the real one
-    script(installed / ".venv/bin/python", f"{VERSION} esac")
-    done = run(["make", "install", "TORCH_INDEX=cpu"], installed)
-    assert done.returncode == 0, done.stderr
-    assert "install dev into .venv/bin/python from cpu" in done.stdout
-    assert (installed / ".venv/.installed").exists()
-
-
-def test_a_failed_installation_of_the_demonstration_is_tried_again(installed: Path) -> None:
-    (installed / ".venv/.installed").unlink()
-    (installed / ".venv/bin/python").unlink()  # a link to the real one
-    script(installed / ".venv/bin/python", f'{VERSION} *"pip "*) exit 1 ;; esac')
-    done = run(["make", "demo"], installed)
-    assert done.returncode == 2
-    assert ".demo-installed] Error 1" in done.stderr
-    assert not (installed / ".venv/.demo-installed").exists()
-
-
 # copies without links
 
 
@@ -351,17 +288,6 @@ LOST = (
     "should be symbolic links to the folders kernels, packing, agent, and this copy of the source "
     "has lost them; clone it with git"
 )
-
-
-@pytest.mark.slow
-def test_a_copy_without_links_is_not_built_and_says_why(
-    without_links: Path, tmp_path: Path
-) -> None:
-    pip = [PYTHON, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index"]
-    done = run([*pip, "--wheel-dir", tmp_path, "."], without_links)
-    assert done.returncode != 0
-    assert LOST in " ".join(f"{done.stdout} {done.stderr}".split())
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_copy_without_links_makes_no_source_distribution(without_links: Path) -> None:
@@ -415,16 +341,6 @@ def test_clean_removes_what_make_has_made_and_nothing_else(tmp_path: Path) -> No
     assert sorted(copy.rglob("*")) == kept
     assert (shared / "__pycache__").is_dir()
     assert run(["make", "clean"], copy).returncode == 0
-
-
-def test_clean_removes_a_link_to_an_environment_and_not_the_environment(tmp_path: Path) -> None:
-    copy = copy_source(tmp_path / "trajpack")
-    (tmp_path / "shared").mkdir()
-    (tmp_path / "shared" / "pyvenv.cfg").touch()
-    (copy / ".venv").symlink_to(tmp_path / "shared")
-    assert run(["make", "clean"], copy).returncode == 0
-    assert not (copy / ".venv").is_symlink()
-    assert (tmp_path / "shared" / "pyvenv.cfg").exists()
 
 
 def test_help_lists_every_target_with_what_it_does(fresh: Path) -> None:

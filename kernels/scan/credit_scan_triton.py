@@ -23,7 +23,7 @@ The kernels pass these tuples on, in which an input that is not given is ``None`
 
 - ``source``: rewards, values, loss mask, chunks, log-probabilities of the KL penalty, and those of
   the importance ratios;
-- ``chunks``: first positions, first tokens, stride of these, spans, rewards, ``(1,)`` if a chunk
+- ``chunks``: first positions, first tokens, stride of these, spans, rewards, ``((),)`` if a chunk
   is one action, ``(truncated,)``;
 - ``owners``: first and last chunk of a program's block, the last chunk of each lane's segment,
   whether each of these segments has one chunk, and the entries behind the block;
@@ -847,12 +847,12 @@ def launch(scan: Scan, outputs: tuple[torch.Tensor, ...]) -> None:
 def _prepared(scan: Scan) -> tuple[Launch, dict[str, Any]]:
     """Return the launch of a scan, and the arguments that both kernels take."""
     mask, chunks, observation = scan.loss_mask, None, scan.observation
-    # empty tuples in place of None: Triton 3.6 cannot compare a tuple that holds a None
+    # empty tuples in place of None and 1: Triton 3.5 and 3.6 cannot compare a tuple that holds these
     if scan.begins is not None:
         truncated = () if scan.truncated is None else (scan.truncated.view(torch.uint8),)
         chunks = (
             scan.cu_positions, scan.begins, scan.begins.stride(0), scan.spans, scan.turn_rewards,
-            (1,) if scan.by_turn else (), truncated,
+            ((),) if scan.by_turn else (), truncated,
         )  # fmt: skip
     elif mask is None:  # all tokens are steps
         observation = "ignore"

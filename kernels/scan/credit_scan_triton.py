@@ -847,7 +847,7 @@ def launch(scan: Scan, outputs: tuple[torch.Tensor, ...]) -> None:
 def _prepared(scan: Scan) -> tuple[Launch, dict[str, Any]]:
     """Return the launch of a scan, and the arguments that both kernels take."""
     mask, chunks, observation = scan.loss_mask, None, scan.observation
-    # empty tuples in place of None and 1: Triton 3.5 and 3.6 cannot compare a tuple that holds these
+    # no None and no 1 in tuples: Triton 3.5 and 3.6 cannot compare those that hold one
     if scan.begins is not None:
         truncated = () if scan.truncated is None else (scan.truncated.view(torch.uint8),)
         chunks = (

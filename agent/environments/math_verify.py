@@ -18,7 +18,6 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +36,9 @@ _LENIENT = frozenset({"coin_flip", "game_of_life_halting"})
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE})
 
 
-class _Verdict(Enum):
-    RIGHT = "right"
-    WRONG = "wrong"
-    TIMED_OUT = "timed_out"
-    FAILED = "failed"
-
-
-_VERDICTS = {
-    answer_worker.RIGHT: _Verdict.RIGHT,
-    answer_worker.WRONG: _Verdict.WRONG,
-    answer_worker.FAILED: _Verdict.FAILED,
-}
+_TIMED_OUT = b"timed out"
+"""Verdict on an answer whose worker ran out of time, beside those of `answer_worker`."""
+_VERDICTS = (answer_worker.RIGHT, answer_worker.WRONG, answer_worker.FAILED)
 
 
 class MathVerifyEnvironment(JudgingEnvironment[Question]):
@@ -133,11 +123,11 @@ class MathVerifyEnvironment(JudgingEnvironment[Question]):
             self._refuse_if_closed()
             raise RuntimeError(f"step: an answer to {qid!r} was not checked: {error}") from error
         cut_short = {
-            verdict.value: [given is verdict for given in verdicts]
-            for verdict in (_Verdict.TIMED_OUT, _Verdict.FAILED)
+            name: [given == verdict for given in verdicts]
+            for name, verdict in (("timed_out", _TIMED_OUT), ("failed", answer_worker.FAILED))
         }
         info = cut_short if any(map(any, cut_short.values())) else {}
-        return [verdict is _Verdict.RIGHT for verdict in verdicts], info
+        return [verdict == answer_worker.RIGHT for verdict in verdicts], info
 
     async def close(self) -> None:
         """Kill all workers and wait for their end. A `step` in progress raises."""
@@ -153,7 +143,7 @@ class MathVerifyEnvironment(JudgingEnvironment[Question]):
         if self._closed.is_set():
             raise RuntimeError("the environment is closed")
 
-    def _check(self, question: Question, answer: str) -> _Verdict:
+    def _check(self, question: Question, answer: str) -> bytes:
         """Check in one of the threads; there are as many as workers, so a worker is idle."""
         gym = (question.gym_task, question.gym_entry) if question.gym_task else None
         worker = self._idle.get()
@@ -186,7 +176,7 @@ class _AnswerWorker:
         """Process id; None before the start."""
         return None if self._child is None else self._child.pid
 
-    def check(self, question: tuple[Any, ...], answer: str, cpu_seconds: float) -> _Verdict:
+    def check(self, question: tuple[Any, ...], answer: str, cpu_seconds: float) -> bytes:
         """Check one answer; repeat the check in a new process if the first was lost.
 
         Raises:
@@ -204,13 +194,13 @@ class _AnswerWorker:
                 child.stdin.flush()
             reply = _read(child, answer_worker.wall_seconds(cpu_seconds))
             if reply in _VERDICTS:
-                return _VERDICTS[reply]
+                return reply
             self.stop()
             self._refuse_if_closed()
             if reply is None or child.returncode == -signal.SIGPROF:
-                return _Verdict.TIMED_OUT
+                return _TIMED_OUT
             if -child.returncode in _CRASHES:
-                return _Verdict.FAILED
+                return answer_worker.FAILED
         raise RuntimeError("its worker was lost, and so was a second one")
 
     def _start(self) -> subprocess.Popen[bytes]:

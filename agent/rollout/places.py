@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,21 +12,6 @@ from trajpack.agent.errors import SetupError
 
 SETTINGS_FILE = "rollout.json"
 """File in the folder of a rollout's log that has the rollout's settings."""
-_TOKENIZER_FILES = frozenset(
-    {
-        "added_tokens.json",
-        "chat_template.jinja",
-        "merges.txt",
-        "sentencepiece.bpe.model",
-        "special_tokens_map.json",
-        "spiece.model",
-        "tokenizer.json",
-        "tokenizer.model",
-        "tokenizer_config.json",
-        "vocab.json",
-        "vocab.txt",
-    }
-)
 
 
 def tokenizer_folder(batch_file: Path) -> Path:
@@ -50,7 +36,7 @@ def check_places(
 
     Raises:
         SetupError: If ``batch_file`` is no ``.safetensors`` file, or exists and is not to be
-            replaced, the folder of its tokenizer has other files, or ``answers`` is inside either.
+            replaced, the folder of its tokenizer has no tokenizer, or ``answers`` is inside either.
     """
     if batch_file.suffix != ".safetensors" or batch_file.is_dir():
         raise SetupError(f"{option} must be a .safetensors file, got {batch_file}")
@@ -60,11 +46,9 @@ def check_places(
     for place in (batch_file, folder):
         if answers is not None and answers.resolve().is_relative_to(place.resolve()):
             raise SetupError(f"--answers must not be {place} or in it, got {answers}")
-    foreign = _foreign_entry(folder)
-    if foreign is not None:
-        raise SetupError(
-            f"{folder} is not the tokenizer of a batch and will not be replaced: {foreign}"
-        )
+    is_tokenizer = (folder / "tokenizer_config.json").is_file() and not folder.is_symlink()
+    if os.path.lexists(folder) and not is_tokenizer:
+        raise SetupError(f"{folder} is not the tokenizer of a batch and will not be replaced")
 
 
 @contextlib.contextmanager
@@ -87,16 +71,3 @@ def writable(folder: Path) -> Iterator[None]:
         for place in missing:
             with contextlib.suppress(OSError):  # it is not empty, or was not made
                 place.rmdir()
-
-
-def _foreign_entry(folder: Path) -> str | None:
-    """Return the reason why a folder is not a saved tokenizer, or ``None``."""
-    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        return "it is not a folder"
-    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    foreign = sorted(names - _TOKENIZER_FILES)
-    if foreign:
-        return f"it holds {foreign[0]}"
-    if names and "tokenizer_config.json" not in names:
-        return "it has no tokenizer_config.json"
-    return None

@@ -81,7 +81,7 @@ REFUSED = [
     ("rollout --out file/batch.safetensors", "file"),
     ("rollout --answers file", "cannot write file: "),
     ("rollout --out a.safetensors --answers a.tokenizer/b", "--answers must not be a.tokenizer or"),
-    ("rollout --out my.safetensors", "will not be replaced: it holds thesis.tex"),
+    ("rollout --out my.safetensors", "is not the tokenizer of a batch and will not be replaced"),
     ("rollout --out batch.safetensors", "batch.safetensors exists; --force replaces it"),
     ("replay log --out ''", "--out must be a .safetensors file, got ."),
     ("replay log --out batch.safetensors", "batch.safetensors exists; --force replaces it"),

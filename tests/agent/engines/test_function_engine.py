@@ -29,7 +29,9 @@ def test_a_tuple_is_a_completion_of_the_version_at_the_call() -> None:
     async def changes(prompt_ids: Any, sampling: Any) -> Any:
         assert (prompt_ids, sampling) == ([5, 6], "sampling")
         engine.set_version(4)
-        return await echo(prompt_ids, sampling)
+        completion = await echo(prompt_ids, sampling)
+        prompt_ids.append(9)  # a copy
+        return completion
 
     engine = FunctionEngine(changes, version=3)
 
@@ -140,32 +142,22 @@ def test_the_end_of_the_context_ends_the_calls() -> None:
     asyncio.run(leave())
 
 
-def test_an_engine_that_was_not_entered_refuses_requests() -> None:
-    with pytest.raises(RuntimeError, match="has not been entered"):
-        asyncio.run(FunctionEngine(echo).generate(("q", [1], None)))  # type: ignore[arg-type]
-
-
-def raising(error: BaseException) -> Any:
+@pytest.mark.parametrize(
+    ("raised", "kind", "words"),
+    [
+        (KeyError("x"), GenerationError, "'q': the engine's function failed: KeyError: 'x'"),
+        (asyncio.CancelledError(), GenerationError, "'q': the engine's function was cancelled"),
+        (RequestRefusedError("", "too long"), RequestRefusedError, "episode 'q': too long"),
+    ],
+)
+def test_an_exception_is_a_generation_error(raised: Any, kind: type, words: str) -> None:
     async def function(prompt_ids: Any, sampling: Any) -> Any:
-        raise error
+        raise raised
 
-    return function
-
-
-def test_an_exception_is_the_cause_of_a_generation_error() -> None:
-    with pytest.raises(
-        GenerationError, match="'q': the engine's function failed: KeyError: 'x'"
-    ) as e:
-        asked(raising(KeyError("x")))
-    assert type(e.value) is GenerationError
-    assert isinstance(e.value.__cause__, KeyError)
-    with pytest.raises(GenerationError, match="'q': the engine's function was cancelled"):
-        asked(raising(asyncio.CancelledError()))
-
-
-def test_a_generation_error_keeps_its_class_and_reason() -> None:
-    with pytest.raises(RequestRefusedError, match="episode 'q': too long"):
-        asked(raising(RequestRefusedError("", "too long")))
+    with pytest.raises(GenerationError, match=words) as caught:
+        asked(function)
+    assert type(caught.value) is kind
+    assert caught.value.__cause__ is raised or isinstance(raised, asyncio.CancelledError)
 
 
 @pytest.mark.parametrize(
@@ -190,13 +182,7 @@ def test_what_is_no_completion_is_malformed(returned: Any, message: str) -> None
 def test_what_is_no_asynchronous_function_is_refused() -> None:
     with pytest.raises(TypeError, match="function must be an asynchronous function, got 3"):
         FunctionEngine(3)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="has not been entered"):
+        asyncio.run(FunctionEngine(echo).generate(("q", [1], None)))  # type: ignore[arg-type]
     with pytest.raises(GenerationError, match=r"function failed: TypeError: .*await"):
         asked(lambda prompt_ids, sampling: ([1], [-1.0], False))
-
-
-def test_a_function_that_changes_its_prompt_changes_no_completion() -> None:
-    async def function(prompt_ids: Any, sampling: Any) -> Any:
-        prompt_ids.append(9)
-        return [1], [-1.0], False
-
-    assert list(asked(function).prompt_ids) == [5, 6]

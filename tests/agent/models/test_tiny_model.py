@@ -14,22 +14,15 @@ _, TOKENIZER = build_tiny_model()
 
 
 def test_equal_seeds_give_equal_weights_and_others_do_not() -> None:
+    before = torch.get_rng_state()
+    assert build_tiny_model(seed=1)[1].backend_tokenizer.to_str() == (
+        TOKENIZER.backend_tokenizer.to_str()
+    )
     first, again, other = (build_tiny_model(seed)[0].state_dict() for seed in (3, 3, 4))
     assert all(torch.equal(first[name], again[name]) for name in first)
     name = "model.layers.0.self_attn.q_proj.weight"
     assert not torch.equal(first[name], other[name])
-
-
-def test_building_leaves_the_global_random_state_alone() -> None:
-    before = torch.get_rng_state()
-    build_tiny_model(seed=7)
     assert torch.equal(before, torch.get_rng_state())
-
-
-def test_the_tokenizer_is_the_same_each_time() -> None:
-    _, again = build_tiny_model(seed=1)
-    assert again.get_vocab() == TOKENIZER.get_vocab()
-    assert again.backend_tokenizer.to_str() == TOKENIZER.backend_tokenizer.to_str()
 
 
 @given(st.text())
@@ -53,18 +46,14 @@ def test_model_and_tokenizer_agree_on_the_vocabulary() -> None:
     assert model(torch.tensor([[5, 6, 7]])).logits.shape == (1, 3, len(tokenizer))
 
 
-def test_the_chat_template_writes_chatml() -> None:
-    messages = [{"role": "user", "content": "What is 1 + 1?"}]
-    text = TOKENIZER.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert text == "<|im_start|>user\nWhat is 1 + 1?<|im_end|>\n<|im_start|>assistant\n"
-
-
 def test_the_chat_template_marks_what_the_assistant_said() -> None:
     messages = [
         {"role": "user", "content": "What is 1 + 1?"},
         {"role": "assistant", "content": "It is 2"},
         {"role": "user", "content": "Yes."},
     ]
+    text = TOKENIZER.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
+    assert text == "<|im_start|>user\nWhat is 1 + 1?<|im_end|>\n<|im_start|>assistant\n"
     encoded = TOKENIZER.apply_chat_template(
         messages, return_dict=True, return_assistant_tokens_mask=True
     )

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import time
 import zlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
@@ -163,30 +161,3 @@ def running_cluster() -> Iterator[None]:
             patch.setenv("RAY_worker_niceness", "0")  # else other tests leave it no processor
             cluster.enter_context(local_cluster(num_cpus=2, object_store_bytes=200 << 20))
         yield
-        begun = processes_of_ray()
-    deadline = time.monotonic() + 120
-    while begun & living().keys() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not begun & living().keys(), "Ray has left processes behind"
-
-
-def living() -> dict[int, tuple[int, str]]:
-    """Return all processes of this machine: the parent of each, and its command."""
-    command = ["ps", "-ww", "-eo", "pid=,ppid=,stat=,args="]
-    listed = subprocess.run(command, check=True, capture_output=True, text=True)
-    rows = [line.split(maxsplit=3) for line in listed.stdout.splitlines()]
-    return {int(row[0]): (int(row[1]), row[3]) for row in rows if row[2][0] != "Z"}
-
-
-def processes_of_ray() -> set[int]:
-    """Return the processes of the cluster that this process has begun."""
-    found = living()
-    begun = {
-        pid
-        for pid, (parent, args) in found.items()
-        if parent == os.getpid() and ("/raylet" in args or "/gcs_server" in args)
-    }
-    assert begun
-    while more := {pid for pid, (parent, _) in found.items() if parent in begun} - begun:
-        begun |= more
-    return begun

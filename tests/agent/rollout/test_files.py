@@ -90,35 +90,16 @@ def test_a_tokenizer_is_kept_aside_if_it_cannot_be_put_back(
     assert [path.parent.name for path in tmp_path.rglob("first")] == ["replaced"]
 
 
-@pytest.mark.parametrize(
-    ("names", "reason"),
-    [
-        ([], None),
-        (["tokenizer_config.json", "tokenizer.json", "merges.txt"], None),
-        (["tokenizer_config.json", "thesis.tex"], "it holds thesis.tex"),
-        (["tokenizer.json"], "it has no tokenizer_config.json"),
-    ],
-)
-def test_only_the_folder_of_a_tokenizer_may_be_replaced(
-    names: list[str], reason: str | None, tmp_path: Path
-) -> None:
-    folder = tmp_path / "batch.tokenizer"
-    folder.mkdir()
-    for name in names:
-        (folder / name).touch()
-    if reason is None:
-        check_places(tmp_path / "batch.safetensors", tmp_path / "answers", replace=True)
-    else:
-        with pytest.raises(SetupError, match=f"will not be replaced: {reason}"):
-            check_places(tmp_path / "batch.safetensors", None, replace=True)
-
-
-def test_a_file_or_a_link_in_the_tokenizers_place_is_refused(tmp_path: Path) -> None:
+def test_only_the_folder_of_a_tokenizer_may_be_replaced(tmp_path: Path) -> None:
     (tmp_path / "a.tokenizer").touch()
     (tmp_path / "b.tokenizer").symlink_to(tmp_path)
-    for name in ("a", "b"):
-        with pytest.raises(SetupError, match="it is not a folder"):
+    (tmp_path / "c.tokenizer").mkdir()
+    (tmp_path / "c.tokenizer" / "tokenizer.json").touch()
+    for name in "abc":
+        with pytest.raises(SetupError, match="is not the tokenizer of a batch and will not be"):
             check_places(tmp_path / f"{name}.safetensors", None, replace=True)
+    (tmp_path / "c.tokenizer" / "tokenizer_config.json").touch()
+    check_places(tmp_path / "c.safetensors", tmp_path / "answers", replace=True)
 
 
 @pytest.mark.parametrize(

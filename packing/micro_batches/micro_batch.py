@@ -189,11 +189,6 @@ class MicroBatch(LabelMethods, LogprobMethods):
         return self.num_tokens - sum(self.num_kept)
 
     @property
-    def has_padding_sequence(self) -> bool:
-        """Whether the last sequence is padding only."""
-        return len(self.seqlens) > len(self.sequences)
-
-    @property
     def is_dummy(self) -> bool:
         """Whether there is padding only, so that ranks do the same number of passes."""
         return not self.sequences

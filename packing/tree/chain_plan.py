@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 import numpy as np
 
-from trajpack.packing.plan.units import MAX_CAPACITY, check_choice, check_count, decreasing
+from trajpack.packing.plan.units import MAX_CAPACITY, check_count, decreasing
 from trajpack.packing.tree.trie import Chains, Ints, Trie
-
-Fewest: TypeAlias = Literal["micro_batches", "nodes"]
-"""The count that a plan minimizes first, then the other: micro-batches or nodes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,27 +65,27 @@ class ChainPlan:
         return self.num_nodes / (len(self) * self.capacity)
 
 
-def plan_chains(chains: Chains, capacity: int, fewest: Fewest, ids: Sequence[str]) -> ChainPlan:
+def plan_chains(chains: Chains, capacity: int, ids: Sequence[str]) -> ChainPlan:
     """Implement `TreeBatch.plan_micro_batches`; ``ids`` are the names of the trajectories."""
-    capacity = _checked("plan_micro_batches", chains, capacity, fewest, ids)
-    begins = _begins(chains.trie, capacity, fewest)
+    capacity = _checked("plan_micro_batches", chains, capacity, ids)
+    begins = _begins(chains.trie, capacity)
     return _plan(chains.trie, _bounds(chains.trie, begins, max(len(begins), 1)), capacity)
 
 
 def plan_chain_ranks(
-    chains: Chains, num_ranks: int, capacity: int, *, fewest: Fewest, ids: Sequence[str]
+    chains: Chains, num_ranks: int, capacity: int, *, ids: Sequence[str]
 ) -> tuple[ChainPlan, ...]:
     """Implement `TreeBatch.plan_ranks`."""
     check_count("plan_ranks", "num_ranks", num_ranks)
-    capacity = _checked("plan_ranks", chains, capacity, fewest, ids)
+    capacity = _checked("plan_ranks", chains, capacity, ids)
     trie = chains.trie
-    begins = _begins(trie, capacity, fewest)
+    begins = _begins(trie, capacity)
     places = -(-max(len(begins), 1) // num_ranks) * num_ranks
     low = max(int(trie.lengths.max(initial=1)), -(-trie.num_nodes // places))
     high = capacity
     while low < high:  # the least capacity that needs no more micro-batches than there are places
         middle = (low + high) // 2
-        found = _begins(trie, middle, fewest)
+        found = _begins(trie, middle)
         if len(found) <= places:
             begins, high = found, middle
         else:
@@ -116,10 +112,9 @@ def check_plan(plan: ChainPlan, trie: Trie) -> None:
         )
 
 
-def _checked(op: str, chains: Chains, capacity: int, fewest: Fewest, ids: Sequence[str]) -> int:
+def _checked(op: str, chains: Chains, capacity: int, ids: Sequence[str]) -> int:
     """Return the capacity; raise unless the arguments are known and every chain fits."""
     check_count(op, "capacity", capacity)
-    check_choice(op, "fewest", fewest, choices=Fewest)
     trie = chains.trie
     if trie.lengths.max(initial=0) <= capacity:
         return min(int(capacity), MAX_CAPACITY)
@@ -134,18 +129,17 @@ def _checked(op: str, chains: Chains, capacity: int, fewest: Fewest, ids: Sequen
     )
 
 
-def _begins(trie: Trie, capacity: int, fewest: Fewest) -> list[int]:
-    """Return the places at which micro-batches begin, by dynamic programming over cuts.
+def _begins(trie: Trie, capacity: int) -> list[int]:
+    """Return the places at which micro-batches begin: the fewest, then with the fewest nodes.
 
-    A micro-batch from place a to place b has the nodes that these places own and ``shared[a]``
-    nodes of places before, which a cut at a repeats. With a later a it is never larger, so the cuts
-    that may precede b are a window that moves forward, and the cheapest is found in constant time
-    on average.
+    By dynamic programming over cuts. A micro-batch from place a to place b has the nodes that these
+    places own and ``shared[a]`` nodes of places before, which a cut at a repeats. With a later a it
+    is never larger, so the cuts that may precede b are a window that moves forward, and the
+    cheapest is found in constant time on average.
     """
     first, count = trie.first, len(trie.order)
     earliest = np.searchsorted(first[:-1] - trie.shared, first[1:] - capacity)
-    most = int(trie.shared.sum()) + 1
-    prices = (most + trie.shared) if fewest == "micro_batches" else trie.shared * (count + 1) + 1
+    prices = int(trie.shared.sum()) + 1 + trie.shared  # one more costs more than all repeats
     cheapest: deque[tuple[int, int]] = deque()  # begins with rising costs
     cost, begin_of = 0, list[int]()
     for begin, (low, price) in enumerate(zip(earliest.tolist(), prices.tolist(), strict=True)):

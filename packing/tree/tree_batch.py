@@ -21,7 +21,6 @@ from trajpack.packing.micro_batches.cutting import merged
 from trajpack.packing.token_fields import TokenField
 from trajpack.packing.tree.chain_plan import (
     ChainPlan,
-    Fewest,
     check_plan,
     plan_chain_ranks,
     plan_chains,
@@ -192,22 +191,21 @@ class TreeBatch(TreeNodes):
         """
         return statistics_of(self)
 
-    def plan_micro_batches(self, capacity: int, fewest: Fewest = "micro_batches") -> ChainPlan:
-        """Plan micro-batches of at most ``capacity`` nodes.
+    def plan_micro_batches(self, capacity: int) -> ChainPlan:
+        """Plan as few micro-batches of at most ``capacity`` nodes as can be, with as few nodes.
 
         A chain is in one micro-batch, with all of its entries. Micro-batches are cut from the
         depth-first order of chains; a cut repeats the prefix that the chains beside it share.
 
         Args:
             capacity: Maximum nodes of a micro-batch, before padding.
-            fewest: What is minimal, ``"micro_batches"`` or ``"nodes"``; the other comes second.
 
         Returns:
             The plan; of a batch without chains one dummy.
 
         Raises:
             TypeError: If the capacity is no integer.
-            ValueError: If a chain is longer than the capacity, or an argument is unknown.
+            ValueError: If a chain is longer than the capacity.
 
         Example:
             >>> import trajpack
@@ -216,11 +214,9 @@ class TreeBatch(TreeNodes):
             >>> batch.num_nodes, batch.plan_micro_batches(capacity=6)
             (8, ChainPlan(2 micro-batches of up to 6 nodes, 5 of 5 chains, 11 nodes))
         """
-        return plan_chains(self.chains, capacity, fewest, self.entries.ids)
+        return plan_chains(self.chains, capacity, self.entries.ids)
 
-    def plan_ranks(
-        self, num_ranks: int, capacity: int, fewest: Fewest = "micro_batches"
-    ) -> tuple[ChainPlan, ...]:
+    def plan_ranks(self, num_ranks: int, capacity: int) -> tuple[ChainPlan, ...]:
         """Plan the micro-batches of every data-parallel rank, as many on each.
 
         The plan of `plan_micro_batches` says how many each rank has. The capacity is then lowered
@@ -231,9 +227,7 @@ class TreeBatch(TreeNodes):
         Raises:
             TypeError, ValueError: As `plan_micro_batches`.
         """
-        return plan_chain_ranks(
-            self.chains, num_ranks, capacity, fewest=fewest, ids=self.entries.ids
-        )
+        return plan_chain_ranks(self.chains, num_ranks, capacity, ids=self.entries.ids)
 
     def micro_batches(
         self,

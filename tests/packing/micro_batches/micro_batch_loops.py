@@ -68,7 +68,6 @@ def check_micro_batch(micro_batch, batch, sequences, alignment, kept=None, tenso
     assert micro_batch.num_kept == tuple(kept)
     assert micro_batch.num_padding == sum(padded) - sum(kept)
     assert micro_batch.is_dummy == (not kept)
-    assert micro_batch.has_padding_sequence == (len(true) > len(kept))
 
 
 def check_places(micro_batch, kept, true, padded, alignment):

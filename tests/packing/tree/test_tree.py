@@ -283,21 +283,6 @@ def test_a_tree_says_what_it_is():
     assert (len(batch), batch.num_nodes, batch.num_entries, batch.num_turns) == (1, 3, 2, 2)
 
 
-def test_wrong_arguments_are_named(tmp_path):
-    one = [Trajectory("a", [Turn([1], [2], [-0.5])])]
-    with pytest.raises(ValueError, match="share must be one of 'once', 'sum', got 'all'"):
-        pack_tree(one, "all")
-    with pytest.raises(ValueError, match="impl must be 'auto', 'torch' or 'triton'"):
-        pack_tree(one, impl="cuda")
-    with pytest.raises(ValueError, match="trajectory 'b': must have at least one turn"):
-        pack_tree([Trajectory("b", [])])
-    save(pack(one, "turns"), tmp_path / "turns")
-    with pytest.raises(
-        ValueError, match="a tree is made of layout 'merged', the batch has 'turns'"
-    ):
-        load_tree(tmp_path / "turns")
-
-
 def test_entries_are_no_sequences():
     batch = pack_tree([Trajectory("a", [Turn([1], [2], [-0.5])])])
     (one,) = batch.micro_batches(batch.plan_micro_batches(2))
@@ -316,3 +301,47 @@ def test_a_device_that_is_not_there_is_named():
     turns = [Turn([1], [2], [-0.5])]
     with pytest.raises(ValueError, match=r"device must be one that torch finds here, got 'cuda'"):
         pack_tree([Trajectory("a", turns)], device="cuda")
+
+
+ONE = [Trajectory("a", [Turn([1], [2], [-0.5])])]
+HIDDEN, HEAD = torch.zeros(2, 3), torch.zeros(5, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: pack_tree(ONE, "mean"), ValueError, "share must be one of 'once', 'sum', got 'me"),
+        (lambda: pack_tree(ONE, impl="cuda"), ValueError, "impl must be 'auto', 'torch' or 'tri"),
+        (lambda: pack_tree([Trajectory("b", [])]), ValueError, "'b': must have at least one turn"),
+        (
+            lambda: pack_tree(ONE, boundary="twice"),
+            ValueError,
+            "'shared', 'duplicate', got 'twice'",
+        ),
+        (
+            lambda: pack_tree(ONE, "sum", boundary="duplicate"),
+            ValueError,
+            "needs share='once', got",
+        ),
+        (
+            lambda: pack_tree(ONE).labels(),
+            ValueError,
+            r"needs pack_tree\(..., boundary='duplicate'",
+        ),
+        (lambda: pack_tree(ONE).attention_mask(torch.int64), TypeError, "must be bool or a float"),
+        (lambda: pack_tree(ONE).attention_mask(window=0), ValueError, "at least 1, got 0"),
+        (lambda: pack_tree(ONE).logprobs(HIDDEN[1:], HEAD), ValueError, "hidden must have one en"),
+        (lambda: pack_tree(ONE).logprobs(HIDDEN[1:]), ValueError, "logits must have one entry for"),
+        (lambda: pack_tree(ONE).logprobs(HIDDEN, support="m"), TypeError, "need hidden .* logits"),
+        (lambda: pack_tree(ONE).logprobs([HIDDEN], HEAD), TypeError, "hidden must be a"),
+    ],
+)
+def test_wrong_arguments_are_named(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_a_file_of_turns_is_no_tree(tmp_path):
+    save(pack(ONE, "turns"), tmp_path / "turns")
+    with pytest.raises(ValueError, match="made of layout 'merged', the batch has 'turns'"):
+        load_tree(tmp_path / "turns")

@@ -1,6 +1,5 @@
 """With ``boundary="duplicate"`` each node is followed by one token, its label."""
 
-import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
@@ -123,15 +122,3 @@ def test_advantages_and_loss_weights_are_those_of_shared_nodes():
     assert torch.equal(one.advantages, other.advantages)
     for batch in (one, other):
         assert torch.equal(batch.loss_weights("token_mean"), torch.full((5,), 0.2))
-
-
-def test_other_options_are_refused():
-    one = [Trajectory("a", [Turn([1], [2], [-0.5])])]
-    with pytest.raises(ValueError, match="needs share='once', got share='sum'"):
-        pack_tree(one, "sum", boundary="duplicate")
-    with pytest.raises(ValueError, match="share must be one of 'once', 'sum', got 'mean'"):
-        pack_tree(one, "mean")
-    with pytest.raises(ValueError, match="one of 'shared', 'duplicate', got 'twice'"):
-        pack_tree(one, boundary="twice")
-    with pytest.raises(ValueError, match=r"labels: needs pack_tree\(..., boundary='duplicate'\)"):
-        pack_tree(one).labels()

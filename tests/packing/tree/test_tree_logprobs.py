@@ -194,16 +194,3 @@ def test_trees_without_generated_tokens_have_no_rows():
             found = batch.logprobs(*given, entropy=True)
             assert [len(one) for one in found] == [0, 0]
             assert not torch.autograd.grad(found[0].sum(), hidden)[0].any()
-
-
-def test_wrong_outputs_are_refused():
-    batch = pack_tree(branching())
-    hidden, weight, _ = outputs_of(batch)
-    with pytest.raises(ValueError, match=f"hidden must have one entry for each of {len(hidden)}"):
-        batch.logprobs(hidden[1:], weight)
-    with pytest.raises(ValueError, match=f"logits must have one entry for each of {len(hidden)}"):
-        batch.logprobs(hidden[1:])
-    with pytest.raises(TypeError, match="need hidden states and lm_head, got logits"):
-        batch.logprobs(hidden, support="mask")
-    with pytest.raises(TypeError, match="hidden must be a"):
-        batch.logprobs([hidden], weight)

@@ -32,7 +32,6 @@ from trajpack import (
 )
 from trajpack.testing import assert_same_bits, trajectory_lists
 
-GOALS = ("micro_batches", "nodes")
 PADDED = Alignment(total_multiple=8, token_id=5)
 BOUNDARIES = st.sampled_from(["shared", "duplicate"])
 NODES = ("input_ids", "position_ids", "tree_end", "tree_parent")
@@ -70,11 +69,11 @@ def planned(draw, max_chains=8):
     return trajectories, max(map(len, rows)) + draw(st.integers(0, 12))
 
 
-@given(planned(), st.sampled_from(GOALS))
+@given(planned())
 @settings(max_examples=40)
-def test_no_plan_needs_less(drawn, fewest):
+def test_no_plan_needs_less(drawn):
     trajectories, capacity = drawn
-    plan = pack_tree(trajectories).plan_micro_batches(capacity, fewest)
+    plan = pack_tree(trajectories).plan_micro_batches(capacity)
     rows, order = chains_of(trajectories)
     assert sorted(map(rows.__getitem__, plan.order)) == [rows[chain] for chain in plan.order]
     assert np.concatenate([*plan]).tolist() == plan.order.tolist()
@@ -82,30 +81,25 @@ def test_no_plan_needs_less(drawn, fewest):
     assert plan.loads.tolist() == [num_nodes([rows[chain] for chain in one]) for one in plan]
     assert max(plan.loads) <= capacity
     ways = partitions([rows[chain] for chain in order], capacity)
-    if fewest == "micro_batches":
-        assert (len(plan), plan.num_nodes) == min((len(way), sum(way)) for way in ways)
-    else:
-        assert (plan.num_nodes, len(plan)) == min((sum(way), len(way)) for way in ways)
+    assert (len(plan), plan.num_nodes) == min((len(way), sum(way)) for way in ways)
 
 
-def test_the_goals_differ_where_a_cheap_cut_makes_one_more():
+def test_a_plan_says_what_it_is_and_takes_any_capacity():
     rows = [[0], [1, 1, 1, 1, 1], [1, 1, 1, 1, 2], [2]]
     batch = pack_tree([Trajectory("a", [Turn(row, [], [])]) for row in rows])
-    few, light = (batch.plan_micro_batches(6, fewest) for fewest in GOALS)
-    assert few.loads.tolist() == [6, 6]
-    assert light.loads.tolist() == [1, 6, 1]
-    assert (few.num_nodes, light.num_nodes, batch.num_nodes) == (12, 8, 8)
+    few = batch.plan_micro_batches(6)
+    assert (few.loads.tolist(), few.num_nodes, batch.num_nodes) == ([6, 6], 12, 8)
     assert repr(few) == "ChainPlan(2 micro-batches of up to 6 nodes, 4 of 4 chains, 12 nodes)"
     for capacity in (10**12, 10**30):  # beyond any batch: no limit
         assert len(batch.plan_micro_batches(capacity)) == len(batch.plan_ranks(1, capacity)[0]) == 1
 
 
 @pytest.mark.parametrize("alignment", [Alignment(), PADDED], ids=["plain", "padded"])
-@given(drawn=planned(), fewest=st.sampled_from(GOALS), boundary=BOUNDARIES)
-def test_nodes_are_those_of_a_tree_of_the_chains(alignment, drawn, fewest, boundary):
+@given(drawn=planned(), boundary=BOUNDARIES)
+def test_nodes_are_those_of_a_tree_of_the_chains(alignment, drawn, boundary):
     trajectories, capacity = drawn
     batch = pack_tree(trajectories, boundary=boundary)
-    plan = batch.plan_micro_batches(capacity, fewest)
+    plan = batch.plan_micro_batches(capacity)
     rows, _ = chains_of(trajectories)
     found = [*batch.micro_batches(plan, alignment)]
     assert len(found) == len(plan)
@@ -190,11 +184,11 @@ def test_fields_come_along(trajectories, random):
         assert_same_bits(one.entries.fields["values"], batch.entries.fields["values"][own])
 
 
-@given(planned(), st.sampled_from(GOALS), st.integers(0, 2))
-def test_merging_is_the_inverse_and_brings_gradients_back(drawn, fewest, width):
+@given(planned(), st.integers(0, 2))
+def test_merging_is_the_inverse_and_brings_gradients_back(drawn, width):
     trajectories, capacity = drawn
     batch = pack_tree(trajectories)
-    plan = batch.plan_micro_batches(capacity, fewest)
+    plan = batch.plan_micro_batches(capacity)
     values = torch.randn(batch.num_entries, *[3] * width, dtype=torch.float64)
     parts = [
         one.entries.fields["values"].requires_grad_()
@@ -207,22 +201,21 @@ def test_merging_is_the_inverse_and_brings_gradients_back(drawn, fewest, width):
         assert torch.equal(gradient, part)
 
 
-@given(planned(), st.integers(1, 4), st.sampled_from(GOALS))
-def test_ranks_have_as_many_micro_batches_and_all_entries(drawn, num_ranks, fewest):
+@given(planned(), st.integers(1, 4))
+def test_ranks_have_as_many_micro_batches_and_all_entries(drawn, num_ranks):
     trajectories, capacity = drawn
     batch = pack_tree(trajectories)
-    plans = batch.plan_ranks(num_ranks, capacity, fewest)
-    needed = len(batch.plan_micro_batches(capacity, fewest))
+    plans = batch.plan_ranks(num_ranks, capacity)
+    needed = len(batch.plan_micro_batches(capacity))
     assert {len(plan) for plan in plans} == {-(-needed // num_ranks)}
     chains = [chain for plan in plans for one in plan for chain in one]
     assert sorted(chains) == [*range(len(chains_of(trajectories)[0]))]
     loads = np.stack([plan.loads for plan in plans])
     assert loads.max() <= capacity
     assert (loads.min(0)[:-1] >= loads.max(0)[1:]).all()  # rounds of similar size
-    if fewest == "micro_batches":  # the largest micro-batch is as small as any cuts allow
-        rows, order = chains_of(trajectories)
-        ways = partitions([rows[chain] for chain in order], capacity)
-        assert loads.max() == min(max(way) for way in ways if len(way) <= loads.size)
+    rows, order = chains_of(trajectories)  # the largest is as small as any cuts allow
+    ways = partitions([rows[chain] for chain in order], capacity)
+    assert loads.max() == min(max(way) for way in ways if len(way) <= loads.size)
     outputs = [[one.rollout_logprobs for one in batch.micro_batches(plan)] for plan in plans]
     merged = [batch.merge(*pair, fill=1.0) for pair in zip(plans, outputs, strict=True)]
     assert_same_bits(torch.stack(merged).min(0).values, batch.rollout_logprobs)
@@ -268,8 +261,7 @@ def test_shapes_are_fixed_for_graphs():
 
 
 @pytest.mark.parametrize("attention", ["trajpack_tree, mask", "trajpack_tree, path", "sdpa"])
-@pytest.mark.parametrize("fewest", GOALS)
-def test_losses_and_gradients_add_up_to_those_of_the_batch(attention, fewest):
+def test_losses_and_gradients_add_up_to_those_of_the_batch(attention):
     model = exact(tiny_model("qwen3"))
     batch = pack_tree(branching()).with_advantages(GRPO())
     weights = batch.loss_weights("sequence_mean_token_mean").double()
@@ -282,7 +274,7 @@ def test_losses_and_gradients_add_up_to_those_of_the_batch(attention, fewest):
     whole.backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    plans = batch.plan_ranks(2, 40, fewest)
+    plans = batch.plan_ranks(2, 40)
     assert sum(plan.num_nodes for plan in plans) > batch.num_nodes
     total, merged = torch.zeros((), dtype=torch.float64), []
     for plan in plans:
@@ -346,8 +338,7 @@ def test_the_kernel_selects_the_bits_of_the_reference(drawn):
             assert_same_bits(one.entries.tensors()[name], tensor, name)
 
 
-@pytest.mark.parametrize("fewest", GOALS)
-def test_planning_takes_steps_in_proportion_to_chains(fewest):
+def test_planning_takes_steps_in_proportion_to_chains():
     steps = []
     for count in (200, 800):
         batch, lines = members(count), [0]
@@ -358,7 +349,7 @@ def test_planning_takes_steps_in_proportion_to_chains(fewest):
 
         sys.settrace(step)
         try:
-            batch.plan_micro_batches(count, fewest)  # a quarter of the chains in each
+            batch.plan_micro_batches(count)  # a quarter of the chains in each
         finally:
             sys.settrace(None)
         steps.append(lines[0])
@@ -374,11 +365,6 @@ def test_wrong_arguments_are_named():
         (lambda: batch.plan_micro_batches(0), ValueError, "capacity must be 1 or more, got 0"),
         (lambda: batch.plan_micro_batches(2.5), TypeError, "capacity must be an integer, got 2.5"),
         (lambda: batch.plan_ranks(0, 40), ValueError, "num_ranks must be 1 or more, got 0"),
-        (
-            lambda: batch.plan_micro_batches(40, "tokens"),
-            ValueError,
-            "fewest must be one of 'micro_batches', 'nodes', got 'tokens'",
-        ),
         (
             lambda: batch.micro_batches(plan_micro_batches([5], 8)),
             TypeError,

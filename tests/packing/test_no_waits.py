@@ -23,7 +23,6 @@ from trajpack.packing.adapters import (
     areal,
     flash_attention,
     huggingface,
-    megatron,
     nemo_rl,
     prime_rl,
     torchtitan,
@@ -117,8 +116,6 @@ OF_BATCHES: dict[str, Callable[[Any], Any]] = {
     ),
 }
 OF_TREES: dict[str, Callable[[Any], Any]] = {
-    "megatron, nodes": lambda tree: megatron.tree_rank_nodes(tree, cp_size=2, cp_rank=1),
-    "megatron": megatron.tree_packed_seq_params_kwargs,
     "trl": trl_tree.to_tree_kwargs,
     "trl, row": trl.to_async_row,
     "advantages": lambda tree: tree.with_advantages(GRPO()),

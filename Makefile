@@ -117,14 +117,14 @@ test: $(TEST_STAMP) ## Run the quicker part of the tests that need no GPU
 test-slow: $(TEST_STAMP) ## Run the other tests that need no GPU: slow ones, and further combinations of parameters
 	$(BIN)/python -m pytest -q -n $(WORKERS) --timeout 1000 -m "slow and not (gpu or engines or variants)"
 
-# each leg in an environment of its own; the oldest without tests of TransformersEngine and Ray,
-# and of what older transformers compute otherwise
+# each leg in an environment of its own; the oldest without tests of TransformersEngine, Ray
+# and ranks, and of what older transformers compute otherwise
 LEG := $(VENV)/legs
 OLDEST_TESTS := tests/kernels/credit tests/kernels/fields tests/kernels/groups tests/kernels/reduce tests/kernels/scan tests/ptx/test_executor.py \
 	tests/packing/test_laws.py tests/packing/test_border.py tests/packing/buffer tests/packing/credit tests/packing/plan tests/packing/micro_batches \
 	tests/agent/agents tests/agent/runner tests/agent/engines/test_function_engine.py \
 	$(addprefix --deselect=tests/,packing/plan/test_costs.py packing/micro_batches/test_logprob_rows.py \
-	agent/agents/test_rewritten_history.py agent/runner/test_silence.py \
+	packing/credit/test_rank_gradients.py agent/agents/test_rewritten_history.py agent/runner/test_silence.py \
 	agent/runner/test_runner.py::test_the_real_engine_serves_a_run_from_start_to_end_and_one_that_is_left)
 
 .PHONY: test-oldest

@@ -92,22 +92,6 @@ def test_the_weighted_sum_is_the_aggregated_loss(aggregation: Any, seed: int) ->
     assert found == pytest.approx(aggregate(case.rows(), aggregation), rel=1e-6, abs=1e-7)
 
 
-def test_each_weight_is_the_share_of_its_part() -> None:
-    mask = torch.tensor([True, True, False, True, True, True, True])
-    ids = torch.tensor([0, 0, 0, 2, 2, 2, -1])
-    groups = torch.tensor([1, 0, 1])
-    options = {"sequence_ids": ids, "num_sequences": 3, "group_ids": groups, "num_groups": 2}
-    expected: dict[Any, list[float]] = {
-        "token_mean": [1 / 6, 1 / 6, 0, 1 / 6, 1 / 6, 1 / 6, 1 / 6],
-        "sequence_mean_token_mean": [1 / 4, 1 / 4, 0, 1 / 6, 1 / 6, 1 / 6, 0],
-        "sequence_mean_token_sum": [1 / 2, 1 / 2, 0, 1 / 2, 1 / 2, 1 / 2, 0],
-        "prompt_mean": [1 / 5, 1 / 5, 0, 1 / 5, 1 / 5, 1 / 5, 0],
-    }
-    for aggregation, shares in expected.items():
-        found = loss_weights(aggregation, mask, **options)  # type: ignore[arg-type]
-        torch.testing.assert_close(found, torch.tensor(shares))
-
-
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("num", [0, 1, 300, 1024, 2500])
 def test_kernels_give_the_bits_of_the_reference_in_every_run(aggregation: Any, num: int) -> None:
@@ -265,85 +249,43 @@ def test_ids_out_of_range_belong_to_no_sequence() -> None:
 """What `loss_weights` refuses."""
 
 M, IDS, GROUPS = torch.ones(3, dtype=torch.bool), torch.zeros(3).int(), torch.zeros(2).int()
-GIVEN = {"sequence_ids": IDS, "num_sequences": 2, "group_ids": GROUPS, "num_groups": 1}
-REFUSED: list[tuple[type[Exception], str, str, Any, dict[str, Any]]] = [
-    (ValueError, "aggregation must be one of 'token_mean', .*got 'sum'", "sum", M, {}),
-    (TypeError, "loss_mask must be a tensor, got list", "token_mean", [True], {}),
-    (TypeError, "loss_mask must be bool, got int32", "token_mean", M.int(), {}),
-    (ValueError, r"loss_mask must have 1 dim.*\[1, 3\]", "token_mean", M[None], {}),
-    (
-        ValueError,
-        "aggregation='sequence_mean_token_sum' needs sequence_ids and num_sequences",
-        "sequence_mean_token_sum",
-        M,
-        {"num_sequences": None},
-    ),
-    (
-        ValueError,
-        "needs sequence_ids and num_s",
-        "sequence_mean_token_mean",
-        M,
-        {"sequence_ids": None},
-    ),
-    (
-        ValueError,
-        "aggregation='prompt_mean' needs group_ids and num_groups",
-        "prompt_mean",
-        M,
-        {"group_ids": None},
-    ),
-    (ValueError, "needs group_ids and num_groups", "prompt_mean", M, {"num_groups": None}),
-    (TypeError, "sequence_ids must be int32 or int64", "prompt_mean", M, {"sequence_ids": M}),
-    (
-        ValueError,
-        r"sequence_ids must have one entry for each of 3 token\(s\), got shape \[2\]",
-        "sequence_mean_token_sum",
-        M,
-        {"sequence_ids": IDS[:2]},
-    ),
-    (ValueError, "sequence_ids is on meta", "prompt_mean", M, {"sequence_ids": IDS.to("meta")}),
-    (TypeError, "num_sequences must be an int, got 2.0", "prompt_mean", M, {"num_sequences": 2.0}),
-    (ValueError, "num_sequences must not be negative", "prompt_mean", M, {"num_sequences": -1}),
-    (TypeError, "group_ids must be a tensor, got list", "prompt_mean", M, {"group_ids": [0, 0]}),
-    (
-        ValueError,
-        r"group_ids must have one entry for each of 2 sequence\(s\), got shape \[3\]",
-        "prompt_mean",
-        M,
-        {"group_ids": IDS},
-    ),
-    (TypeError, "num_groups must be an int, got True", "prompt_mean", M, {"num_groups": True}),
-]
-
-
-@pytest.mark.parametrize(("error", "match", "aggregation", "mask", "options"), REFUSED)
-def test_wrong_input_is_named(
-    error: type[Exception], match: str, aggregation: Any, mask: Any, options: dict[str, Any]
-) -> None:
-    with pytest.raises(error, match=f"^loss_weights: .*{match}"):
-        loss_weights(aggregation, mask, **(GIVEN | options))
+RIGHT = {"sequence_ids": IDS, "num_sequences": 2, "group_ids": GROUPS, "num_groups": 1}
+SUM, MEAN = "sequence_mean_token_sum", "sequence_mean_token_mean"
+GRADIENT = torch.tensor(3.0, requires_grad=True)
 
 
 @pytest.mark.parametrize(
-    ("error", "match", "denominator"),
+    ("aggregation", "error", "words", "changed"),
     [
-        (TypeError, "denominator must be a number, got '3'", "3"),
-        (TypeError, "denominator must be a number, got True", True),
-        (ValueError, "denominator must be finite and above 0, got 0", 0),
-        (ValueError, "denominator must be finite and above 0, got nan", math.nan),
-        (TypeError, "denominator must be int32 or .*, got bool", torch.tensor(True)),
-        (ValueError, r"denominator must have 0 dim.*\[1\]", torch.tensor([3])),
-        (ValueError, "denominator is on meta", torch.tensor(3, device="meta")),
-        (ValueError, "no gradient flows to denom", torch.tensor(3.0, requires_grad=True)),
+        ("sum", ValueError, "aggregation must be one of 'token_mean', .*got 'sum'", {}),
+        ("constant", ValueError, "aggregation='constant' needs denominator", {}),
+        ("token_mean", TypeError, "loss_mask must be a tensor, got list", {"loss_mask": [True]}),
+        ("token_mean", TypeError, "loss_mask must be bool, got int32", {"loss_mask": M.int()}),
+        ("token_mean", ValueError, r"loss_mask must have 1 dim.*\[1, 3\]", {"loss_mask": M[None]}),
+        (SUM, ValueError, f"aggregation='{SUM}' needs sequence_ids", {"num_sequences": None}),
+        (MEAN, ValueError, ".* needs sequence_ids and num_s", {"sequence_ids": None}),
+        (SUM, ValueError, r".*for each of 3 token\(s\), .* \[2\]", {"sequence_ids": IDS[:2]}),
+        ("prompt_mean", ValueError, ".*'prompt_mean' needs group_ids", {"group_ids": None}),
+        ("prompt_mean", ValueError, ".* needs group_ids and num_groups", {"num_groups": None}),
+        ("prompt_mean", TypeError, "sequence_ids must be int32 or int64", {"sequence_ids": M}),
+        ("prompt_mean", ValueError, "sequence_ids is on meta", {"sequence_ids": IDS.to("meta")}),
+        ("prompt_mean", TypeError, "num_sequences must be an int, got 2", {"num_sequences": 2.0}),
+        ("prompt_mean", ValueError, "num_sequences must not be neg", {"num_sequences": -1}),
+        ("prompt_mean", TypeError, "group_ids must be a tensor, got list", {"group_ids": [0, 0]}),
+        ("prompt_mean", ValueError, r".*each of 2 sequence\(s\), .*\[3\]", {"group_ids": IDS}),
+        ("prompt_mean", TypeError, "num_groups must be an int, got True", {"num_groups": True}),
+        ("token_mean", TypeError, "denominator must be a number, got '3'", {"denominator": "3"}),
+        ("token_mean", TypeError, "denominator must be a number, got T", {"denominator": True}),
+        ("token_mean", ValueError, "denominator must be finite .*, got 0", {"denominator": 0}),
+        ("token_mean", ValueError, "denominator .*, got nan", {"denominator": math.nan}),
+        ("token_mean", TypeError, "denominator .*, got bool", {"denominator": torch.tensor(True)}),
+        ("token_mean", ValueError, r"denominator must have 0 dim.*\[3\]", {"denominator": IDS}),
+        ("token_mean", ValueError, "denom.* is on meta", {"denominator": IDS[0].to("meta")}),
+        ("token_mean", ValueError, "no gradient flows to denom", {"denominator": GRADIENT}),
     ],
 )
-def test_a_wrong_denominator_is_named(error: type[Exception], match: str, denominator: Any) -> None:
-    with pytest.raises(error, match=f"^loss_weights: {match}"):
-        loss_weights("token_mean", M, denominator=denominator)
-
-
-def test_a_constant_is_given_and_not_counted() -> None:
-    with pytest.raises(
-        ValueError, match=r"^loss_weights: aggregation='constant' needs denominator"
-    ):
-        loss_weights("constant", M)
+def test_wrong_input_is_named(
+    aggregation: Any, error: type[Exception], words: str, changed: dict[str, Any]
+) -> None:
+    with pytest.raises(error, match=f"^loss_weights: {words}"):
+        loss_weights(aggregation, **({"loss_mask": M} | RIGHT | changed))

@@ -17,8 +17,6 @@ from tests.support.source_copy import copy_source
 LAYERS = ("kernels", "packing", "agent")
 PYTHON = sys.executable
 NEEDED = "trajpack needs Python 3.11 or later"
-VERSION = 'case "$*" in *version_info*) echo 3.12.0 ;;'
-"""Beginning of a script that tells its version as Python does."""
 
 
 @cache
@@ -290,25 +288,19 @@ LOST = (
 )
 
 
-def test_a_copy_without_links_makes_no_source_distribution(without_links: Path) -> None:
+def test_a_copy_without_links_is_neither_built_nor_imported_nor_installed(
+    without_links: Path,
+) -> None:
     code = "import setuptools.build_meta as backend; backend.build_sdist('dist')"
     done = run([PYTHON, "-c", code], without_links)
     assert done.returncode != 0
     assert done.stderr.splitlines()[-1].startswith(LOST)
-
-
-def test_a_copy_without_links_is_not_imported_and_says_why(without_links: Path) -> None:
     code = "import sys; sys.path.insert(0, 'src'); import trajpack"
-    done = run([PYTHON, "-P", "-c", code], without_links)
-    last = done.stderr.splitlines()[-1]
-    assert re.match(
-        r"ImportError: trajpack\.\w+ is not there: this copy of the source has lost", last
-    )
+    last = run([PYTHON, "-P", "-c", code], without_links).stderr.splitlines()[-1]
+    lacking = r"ImportError: trajpack\.\w+ is not there: this copy of the source has lost"
+    assert re.match(lacking, last)
     assert "src/trajpack/kernels, src/trajpack/packing and src/trajpack/agent" in last
     assert "clone it with git" in last
-
-
-def test_a_copy_without_links_is_not_installed_and_says_why(without_links: Path) -> None:
     said = refusal(without_links, PYTHON)
     assert re.match(r"src/trajpack/\w+ is no link to the folder \w+: this copy of the source", said)
 

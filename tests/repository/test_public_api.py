@@ -32,13 +32,8 @@ EXPORTS = {
 
 def test_the_facade_exports_what_users_were_promised():
     assert trajpack.__all__ == sorted(trajpack.__all__)
-    assert set(trajpack.__all__) >= {
-        "PackedBatch",
-        "Trajectory",
-        "TrajectoryBuffer",
-        "Turn",
-        "pack",
-    }
+    promised = {"PackedBatch", "Trajectory", "TrajectoryBuffer", "Turn", "pack"}
+    assert promised <= {*trajpack.__all__}
 
 
 def test_every_exported_name_is_documented_and_swallows_no_keywords():
@@ -240,12 +235,9 @@ def test_the_version_is_that_of_the_distribution():
     assert re.fullmatch(r"\d+\.\d+\.\d+", trajpack.__version__)
 
 
-def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match=r"module 'trajpack' has no attribute 'unpacked'"):
-        trajpack.unpacked  # noqa: B018
-    assert not hasattr(trajpack, "_private")
-
-
-def test_an_unknown_name_of_a_layer_is_an_attribute_error():
-    with pytest.raises(AttributeError, match=r"module 'trajpack.agent' has no attribute 'Agents'"):
-        trajpack.agent.Agents  # noqa: B018
+@pytest.mark.parametrize("module", [trajpack, trajpack.agent])
+def test_an_unknown_name_is_an_attribute_error(module):
+    words = f"module '{module.__name__}' has no attribute 'unpacked'"
+    with pytest.raises(AttributeError, match=words):
+        module.unpacked  # noqa: B018
+    assert not hasattr(module, "_private")

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import io
-import os
 
 import pytest
 from rich.console import Console
 
-from tests.commands.command import call
-from trajpack import Trajectory, Turn, pack, save
 from trajpack.agent.runner.runner import Progress
 from trajpack.commands.progress import EpisodeBoard
 
@@ -50,11 +47,3 @@ def test_a_terminal_has_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
     assert not capsys.readouterr().err
     assert "3/3" in drawn
     assert "5 turns, 2,500 tokens/s, 25% right, 1 failed" in drawn
-
-
-def test_the_width_of_a_terminal_is_limited(tmp_path: os.PathLike[str]) -> None:
-    path = f"{tmp_path}/batch.safetensors"
-    save(pack([Trajectory("a", [Turn([1], [2], [-0.5])])]), path)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COLUMNS", "99999999")
-        assert len(call("inspect", path).stdout) < 100_000

@@ -50,6 +50,7 @@ REFUSED = [
     # values
     ("rollout --turn-discount nan", "--turn-discount must be finite, got nan"),
     ("rollout --engine vllm", "--server are missing: with vllm"),
+    ("rollout --engine vllm --server http://a:1", "--model is missing: with vllm"),
     ("rollout --server http://a:1", "--engine must be sglang or vllm where a server is given"),
     ("rollout --model none", "cannot load a model from none: it is not a folder"),
     ("rollout --model .", "cannot load a model from .: it has no config.json"),
@@ -80,6 +81,8 @@ REFUSED = [
     ("rollout --out .", "--out must be a .safetensors file, got ."),
     ("rollout --out file/batch.safetensors", "file"),
     ("rollout --answers file", "cannot write file: "),
+    ("rollout --log file", "cannot write"),
+    ("rollout --log log", "is no rollout's log: it has no rollout.json"),
     ("rollout --out a.safetensors --answers a.tokenizer/b", "--answers must not be a.tokenizer or"),
     ("rollout --out my.safetensors", "is not the tokenizer of a batch and will not be replaced"),
     ("rollout --out batch.safetensors", "batch.safetensors exists; --force replaces it"),

@@ -92,32 +92,27 @@ def test_a_rollout_by_servers(
     assert sum(len(server.draws) for server in servers) == len(completions)
 
 
-def shorten_start(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://127.0.0.1:9", "no server is healthy after 0.2 s: 127.0.0.1:9: "),
+        ("localhost:8000", "begins with http:// or https://; add it"),
+        ("http://user:secret@127.0.0.1:1", "127.0.0.1"),
+    ],
+)
+def test_servers_are_refused_in_one_line(
+    url: str,
+    words: str,
+    tokenizer_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     shorter = partial(ServerOptions, time_limits=TimeLimits(start_s=0.2))
     monkeypatch.setattr("trajpack.agent.servers.options.ServerOptions", shorter)
-
-
-def test_servers_are_refused_in_one_line(
-    tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shorten_start(monkeypatch)
-    rollout = ["rollout", *SMALL, "--out", tmp_path / "batch.safetensors"]
-    vllm = [*rollout, "--engine", "vllm", "--model", tokenizer_folder]
-    here = ["--server", "http://127.0.0.1:1"]
-    assert "--model is missing: with vllm" in refusal(*rollout, "--engine", "vllm", *here)
-    assert "begins with http:// or https://; add it" in refusal(*vllm, "--server", "localhost:8000")
-    secret = "http://user:secret@127.0.0.1:1"
-    assert "secret" not in refusal(*vllm, "--server", secret)
-
-
-def test_a_server_that_is_away_is_refused(
-    tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shorten_start(monkeypatch)
-    out = tmp_path / "batch.safetensors"
-    options = ["--engine", "sglang", "--model", tokenizer_folder, "--server", "http://127.0.0.1:9"]
-    said = refusal("rollout", *SMALL, "--out", out, *options)
-    assert "no server is healthy after 0.2 s: 127.0.0.1:9: " in said
+    options = ["--engine", "sglang", "--model", tokenizer_folder, "--server", url]
+    said = refusal("rollout", *SMALL, "--out", tmp_path / "batch.safetensors", *options)
+    assert words in said
+    assert "secret" not in said
     assert not list(tmp_path.iterdir())
 
 

@@ -99,12 +99,6 @@ def test_wrong_boundaries_are_named(call, bounds, checked):
         call(torch.tensor(bounds, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("call", OF_SEQUENCES.values(), ids=OF_SEQUENCES)
-def test_right_boundaries_are_taken(call, checked):
-    call(torch.tensor([0, 1, 4], dtype=torch.int32))
-    call(torch.tensor([0, 4], dtype=torch.int32))
-
-
 @pytest.mark.parametrize("bounds", WRONG.values(), ids=WRONG)
 @pytest.mark.parametrize("call", OF_TABLES.values(), ids=OF_TABLES)
 def test_wrong_tables_are_named(call, bounds, checked):

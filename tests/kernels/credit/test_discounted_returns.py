@@ -73,12 +73,6 @@ def test_any_lengths_and_discounts_equal_the_loop(
     assert_rounds(actual, exact, float(np.abs(exact).max(initial=0)))
 
 
-@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0], [1], [0, 1, 0]])
-def test_empty_and_single_entries_are_fine(impl: str, lengths: list[int]) -> None:
-    rewards = random_rewards(sum(lengths))
-    assert_same_bits(discounted_returns(rewards, boundaries(lengths), 0.5, impl), rewards)
-
-
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_nan_and_infinity_reach_only_earlier_entries(impl: str, value: float) -> None:
     rewards = random_rewards(130)
@@ -125,25 +119,6 @@ def test_a_sum_of_zeros_carries_0_though_powers_overflow(impl: str) -> None:
     returns = discounted_returns(rewards, boundaries([300]), 1e15, impl)
     assert_same_bits(returns[4:], torch.zeros(296))
     assert_same_bits(returns[2:4], torch.tensor([8e15, 8.0]))
-
-
-@pytest.mark.parametrize(
-    ("rewards", "lengths", "discount", "expected"),
-    [
-        # last to first: 1; 1 + 1/2; 1 + 1.5/2; -1 + 1.75/2; -1 - 0.125/2
-        ([-1, -1, 1, 1, 1], [5], 0.5, [-1.0625, -0.125, 1.75, 1.5, 1.0]),
-        ([1, 2, 4, 8, 16], [2, 0, 3], 0.5, [2, 2, 12, 16, 16]),
-        ([1] * 8, [2, 0, 2, 2, 2], [0.5, 9, 1, -1, 0], [1.5, 1, 2, 1, 0, 1, 1, 1]),
-    ],
-    ids=["one segment", "segments", "a discount for each segment"],
-)
-def test_small_batches_by_hand(
-    impl: Any, rewards: Any, lengths: Any, discount: Any, expected: Any
-) -> None:
-    if isinstance(discount, list):
-        discount = torch.tensor(discount, dtype=torch.float32)
-    actual = discounted_returns(torch.tensor(rewards).float(), boundaries(lengths), discount, impl)
-    assert_same_bits(actual, torch.tensor(expected).float())
 
 
 @pytest.mark.parametrize("discount", [0.9, 0.99999, 1.0, -0.9999])

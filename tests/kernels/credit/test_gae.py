@@ -25,11 +25,9 @@ from tests.kernels.credit.token_loops import (
 )
 from tests.support.slow import slow_after
 from trajpack.kernels.credit.gae import gae
-from trajpack.testing import assert_same_bits, boundaries
+from trajpack.testing import assert_same_bits
 
 ORACLE = Path(__file__).parents[4] / "shared" / "oracles" / "credit.json.gz"
-OF_OTHERS = ("carry", "carry_drop", "compact", "multiply")
-"""Choices in which no value of a token that was not generated counts."""
 DTYPES = pytest.mark.parametrize(
     ("observation", "dtype"),
     slow_after(
@@ -118,41 +116,18 @@ def test_it_equals_other_systems(observation: Any, impl: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("observation", "advantages", "returns"),
+    ("observation", "name"),
     [
-        ("carry", [3.375, 0, 5.5, 0], [4.375, 0, 7.5, 0]),
-        ("carry_drop", [1.875, 0, 1.5, 0], [2.875, 0, 3.5, 0]),
-        ("compact", [2.875, 0, 5.5, 0], [3.875, 0, 7.5, 0]),
+        *((one, "values") for one in ("carry", "carry_drop", "compact", "multiply")),
+        ("carry_drop", "rewards"),
+        ("multiply", "rewards"),
     ],
 )
-def test_a_reward_on_an_observation_goes_where_the_name_says(
-    observation: Any, advantages: list[float], returns: list[float], impl: Any
-) -> None:
-    """γ = 1 and λ = 1/4, so that each number can be found by hand."""
-    rewards, values = torch.tensor([0.5, 0.5, 1.5, 4.0]), torch.tensor([1.0, 9.0, 2.0, 9.0])
-    result = gae(
-        rewards, values, boundaries([4]), gamma=1.0, lam=0.25, bootstrap=torch.tensor([2.0]),
-        loss_mask=torch.tensor([True, False, True, False]), observation=observation, impl=impl,
-    )  # fmt: skip
-    assert [rows.tolist() for rows in result] == [advantages, returns]
-
-
-@pytest.mark.parametrize("observation", OF_OTHERS)
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_no_value_of_an_observation_counts(observation: Any, impl: Any) -> None:
+def test_what_an_observation_loses_does_not_count(observation: Any, name: str, impl: Any) -> None:
     batch = batch_of(MASKS)
-    spoilt = batch._replace(values=torch.where(batch.loss_mask, batch.values, math.nan))
-    for actual, expected in zip(
-        estimated(spoilt, observation, impl), estimated(batch, observation, impl), strict=True
-    ):
-        assert_same_bits(actual, expected)
-
-
-@pytest.mark.parametrize("observation", ["carry_drop", "multiply"])
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_no_reward_of_an_observation_counts_where_it_is_lost(observation: Any, impl: Any) -> None:
-    batch = batch_of(MASKS)
-    spoilt = batch._replace(rewards=torch.where(batch.loss_mask, batch.rewards, math.nan))
+    rows = torch.where(batch.loss_mask, getattr(batch, name), math.nan)
+    spoilt = batch._replace(**{name: rows})
     for actual, expected in zip(
         estimated(spoilt, observation, impl), estimated(batch, observation, impl), strict=True
     ):
@@ -168,18 +143,6 @@ def test_rates_of_float32_are_multiplied_in_float64(impl: Any) -> None:
     rewards[0], rewards[19] = -1e6 * (gamma * lam) ** 19, 1e6
     found, _ = gae(rewards, torch.zeros_like(rewards), batch.cu_seqlens, impl=impl, **rates)
     assert abs(float(found[0])) < 1e-6
-
-
-@pytest.mark.slow
-def test_one_rate_is_the_same_rate_for_each(impl: Any) -> None:
-    batch = batch_of(MASKS)
-    count = len(MASKS)
-    tensors = {"gamma": torch.full((count,), 0.75), "lam": torch.full((count,), 0.5).double()}
-    inputs = batch.rewards, batch.values, batch.cu_seqlens
-    numbers = gae(*inputs, gamma=0.75, lam=0.5, loss_mask=batch.loss_mask, impl=impl)
-    rows = gae(*inputs, **tensors, loss_mask=batch.loss_mask, impl=impl)
-    for actual, expected in zip(rows, numbers, strict=True):
-        assert_same_bits(actual, expected)
 
 
 def exact_walk(batch: Batch, gamma: float, lam: float) -> np.ndarray:
@@ -227,21 +190,15 @@ def test_td_lambda_is_its_own_recurrence(impl: Any) -> None:
 GRADIENT_MASKS = ("..gg..g.", "g", "", "...", "gg.g", ".g", "gggggggggg")
 
 
-def jacobians(batch: Batch, observation: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return what each unit of reward adds to advantages and returns; they are linear in it."""
-    num = len(batch.rewards)
-    still = batch._replace(values=batch.values * 0, bootstrap=batch.bootstrap * 0)
-    columns = [
-        gae_of(still._replace(rewards=unit), observation)
-        for unit in torch.eye(num, dtype=torch.float64)
-    ]
-    advantages, returns = zip(*columns, strict=True)
-    return np.array(advantages).T, np.array(returns).T
-
-
 @cache
 def jacobians_of_masks(observation: str, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
-    return jacobians(batch_of(GRADIENT_MASKS, dtype=dtype), observation)
+    """Return what each unit of reward adds to advantages and returns; they are linear in it."""
+    batch = batch_of(GRADIENT_MASKS, dtype=dtype)
+    still = batch._replace(values=batch.values * 0, bootstrap=batch.bootstrap * 0)
+    units = torch.eye(len(batch.rewards), dtype=torch.float64)
+    columns = [gae_of(still._replace(rewards=unit), observation) for unit in units]
+    advantages, returns = zip(*columns, strict=True)
+    return np.array(advantages).T, np.array(returns).T
 
 
 @DTYPES

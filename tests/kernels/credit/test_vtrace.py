@@ -119,11 +119,3 @@ def test_values_and_logprobs_of_observations_do_not_count(observation: Any, impl
         strict=True,
     ):
         assert_same_bits(rows, clean)
-
-
-def test_it_has_no_gradient() -> None:
-    batch = batch_of(["gg"])
-    with pytest.raises(ValueError, match=r"no gradient flows to rewards; pass rewards.detach\(\)"):
-        traced(batch._replace(rewards=batch.rewards.requires_grad_()), "torch")
-    with torch.no_grad():
-        assert not traced(batch, "torch")[0].requires_grad

@@ -69,29 +69,6 @@ def assert_same_fields(actual: TokenFields, expected: TokenFields) -> None:
         assert_same_bits(*pair, name)
 
 
-def test_a_prompt_and_its_completion_become_fields(impl: str) -> None:
-    first, second = np.array([-0.5, -0.25], np.float32).view(np.int32).tolist()
-    words = torch.tensor([11, 12, 13, 14, 15, first, second], dtype=torch.int32)
-    rows = [  # START, SOURCE, GENERATED, LOGPROB, POSITION, SEQUENCE, TURN, VERSION
-        [0, 0, 3, 5, 0, 0, 1, 8],
-        [5, 0, 1, 0, 0, 1, 0, 0],
-        [6, 0, 0, 0, 0, 0, 0, 0],
-    ]
-    runs, returns = torch.tensor(rows, dtype=torch.int32), torch.tensor([9.0, 0.75])
-    fields = build(words, runs, returns, 6, impl)
-    assert {name: field.tolist() for name, field in fields._asdict().items()} == {
-        "input_ids": [11, 12, 13, 14, 15, 11],
-        "position_ids": [0, 1, 2, 3, 4, 0],
-        "sequence_ids": [0, 0, 0, 0, 0, 1],
-        "turn_ids": [-1, -1, -1, 1, 1, -1],
-        "prompt_mask": [True, True, True, False, False, True],
-        "loss_mask": [False, False, False, True, True, False],
-        "rollout_logprobs": [0, 0, 0, -0.5, -0.25, 0],
-        "policy_versions": [-1, -1, -1, 8, 8, -1],
-        "returns": [0, 0, 0, 0.75, 0.75, 0],
-    }
-
-
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 def test_it_equals_a_loop_over_tokens_bit_for_bit(impl: str, lengths: list[int]) -> None:
     inputs = random_build_inputs(np.random.default_rng(0), lengths)

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.slow import slow, slow_after
+from tests.support.slow import slow
 from trajpack.kernels import token_logprobs, topk_kl
 from trajpack.kernels.logprobs import logit_statistics, pair_logits, token_logprobs as module
 from trajpack.testing import assert_same_bits
@@ -113,7 +113,7 @@ def gradients(found: tuple[torch.Tensor, ...], case: Case) -> tuple[torch.Tensor
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("num_rows", "vocabulary"), [(9, 50), (1, 17), (13, 16), (5, 1)])
+@pytest.mark.parametrize(("num_rows", "vocabulary"), [(9, 50), (1, 17), (13, 16), (5, 1), (0, 50)])
 def test_results_equal_dense_ones(num_rows: int, vocabulary: int, name: str) -> None:
     case = Case(num_rows, vocabulary)
     options = options_of(case, name)
@@ -136,32 +136,6 @@ def test_entropies_of_large_logits_are_precise(impl: Any) -> None:
     found = token_logprobs(hidden, weight, rows, targets, entropy=True, impl=impl)
     for actual, expected in zip(found[::-1], exact, strict=True):
         torch.testing.assert_close(actual.double(), expected, rtol=1e-6, atol=1e-6)
-
-
-def test_a_target_that_was_not_allowed_is_impossible() -> None:
-    case = Case(3)
-    ends, tokens = torch.tensor([0, 1, 1, 3], dtype=torch.int32), torch.tensor([4, 5, 6])
-    targets = torch.tensor([3, 3, 6])
-    found = token_logprobs(case.hidden, case.weight, case.rows, targets, support=(ends, tokens))
-    assert found[0] == -torch.inf
-    assert found[1:].isfinite().all()
-
-
-@pytest.mark.parametrize("name", slow_after(2, NAMES[::-1]))
-def test_gradients_equal_differences(name: str) -> None:
-    case = Case(5, 20)
-    for row, tokens in enumerate(case.allowed):
-        if len(tokens):
-            case.targets[row] = tokens[0]
-    options = options_of(case, name)
-
-    def call(hidden, weight, bias):
-        used = options | ({"bias": bias} if "bias" in options else {})
-        return token_logprobs(
-            hidden, weight, case.rows, case.targets, entropy=True, impl="torch", **used
-        )
-
-    assert torch.autograd.gradcheck(call, case.leaves)
 
 
 def test_where_every_row_is_supported_no_other_weight_is_read() -> None:
@@ -321,13 +295,6 @@ def test_a_teacher_whose_numbers_cannot_be_read_is_no_number(
     own, boundaries = torch.tensor([-1.0, -2.0]), torch.tensor([0, 2]).int()
     teacher = torch.tensor([math.nan, -1.0])
     assert topk_kl(own, torch.tensor([-1.0]), teacher, boundaries=boundaries).isnan().all()
-
-
-def test_no_row_has_no_results_and_zero_gradients() -> None:
-    case = Case(0)
-    found = token_logprobs(*case.inputs, entropy=True, bias=case.bias)
-    assert [len(one) for one in found] == [0, 0]
-    assert all(not grad.any() for grad in gradients(found, case))
 
 
 def test_values_that_are_no_numbers_are_carried_as_by_torch() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -42,19 +43,15 @@ def results(leaves: list[torch.Tensor], **options: Any) -> dict[str, list[torch.
         found = token_logprobs(*head, ROWS, (boundaries, TOP.flatten()), **options)
         return (topk_kl(*found, teacher, boundaries=boundaries),)
 
-    def pairs_alone() -> Any:
-        with patch.object(module, "LOGITS_PER_PAIR", {"cpu": 0}):
-            return token_logprobs(*head, ROWS, TARGETS, entropy=True, support=EVERY, **options)
+    def plain(pairs: int = module.LOGITS_PER_PAIR["cpu"], **support: Any) -> Any:
+        with patch.object(module, "LOGITS_PER_PAIR", {"cpu": pairs}):
+            return token_logprobs(*head, ROWS, TARGETS, entropy=True, **support, **options)
 
     calls = {
-        "tokens": lambda: token_logprobs(*head, ROWS, TARGETS, entropy=True, **options),
-        "support": lambda: token_logprobs(
-            *head, ROWS, TARGETS, entropy=True, support=SUPPORT, **options
-        ),
-        "every row supported": lambda: token_logprobs(
-            *head, ROWS, TARGETS, entropy=True, support=EVERY, **options
-        ),
-        "pairs alone": pairs_alone,
+        "tokens": plain,
+        "support": partial(plain, support=SUPPORT),
+        "every row supported": partial(plain, support=EVERY),
+        "pairs alone": partial(plain, 0, support=EVERY),
         "top": divergence,
     }
     found = {}

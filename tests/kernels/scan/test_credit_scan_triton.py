@@ -124,16 +124,23 @@ def test_short_segments_that_lie_side_by_side_have_them(kind: str, observation: 
         assert_bits_of_segments_alone(scan._replace(max_seqlen=max(SHORT)))
 
 
-@pytest.mark.parametrize("lengths", [[0, 5, 3, 1], [0, 70, 2, 1, 1, 0], [3, 0, 0, 9, 2]])
-def test_an_empty_segment_may_be_laid_out_first(lengths: list[int]) -> None:
-    """A program takes segments that are short in the mean; one may be longer than a block."""
-    with small_blocks(64):
-        assert_bits_of_segments_alone(scan_of(batch_of(random_masks(lengths)), "gae", "carry"))
+LAYOUTS = {
+    "an empty segment first": (64, [0, 5, 3, 1], 0),
+    "one longer than a block among short ones": (64, [0, 70, 2, 1, 1, 0], 0),
+    "an empty segment in between": (64, [3, 0, 0, 9, 2], 0),
+    "more short segments than a program has lanes": (256, [1, 2] * 40, 0),
+    "long segments that end with a row": (16, [32, 96, 5, 27, 64], 0),
+    "long segments and room behind them": (16, [32, 96, 5, 27, 64], 9),
+}
+"""Entries of a block, lengths, and tokens behind the last segment."""
 
 
-def test_more_short_segments_than_a_program_has_lanes() -> None:
-    with small_blocks(256):
-        assert_bits_of_segments_alone(scan_of(batch_of(random_masks([1, 2] * 40)), "gae", "carry"))
+@pytest.mark.parametrize(("block", "lengths", "slack"), LAYOUTS.values(), ids=LAYOUTS)
+def test_segments_have_them_in_any_layout(block: int, lengths: list[int], slack: int) -> None:
+    with small_blocks(block):
+        assert_bits_of_segments_alone(
+            scan_of(batch_of(random_masks(lengths)), "gae", "carry", slack)
+        )
 
 
 def test_more_long_segments_than_programs_that_are_ordered_together() -> None:
@@ -148,12 +155,6 @@ def test_the_longest_walk_has_several_rows(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(credit_scan_triton, name, size)
     lengths = [31, 32, 33, 40, 64]
     assert_bits_of_segments_alone(scan_of(batch_of(random_masks(lengths)), "gae", "carry"))
-
-
-@pytest.mark.parametrize("slack", [0, 9])
-def test_long_segments_end_with_a_row(slack: int) -> None:
-    lengths = [32, 96, 5, 27, 64]
-    assert_bits_of_segments_alone(scan_of(batch_of(random_masks(lengths)), "gae", "carry", slack))
 
 
 @pytest.mark.parametrize("observation", ["carry", "reset"])

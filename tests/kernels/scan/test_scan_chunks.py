@@ -126,24 +126,12 @@ def expected_of(case: Case, loop: Any) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("observation", slow_after(3, OBSERVATIONS))
 def test_it_equals_the_loop(observation: str, impl: str) -> None:
-    case = case_of()
-    exact = expected_of(case, lambda _, walk: gae_by_loop(walk, observation))
-    for rows, numbers in zip(
-        credit_scan(case.scan._replace(observation=observation), "gae", impl), exact, strict=True
-    ):
-        assert_rounds(rows, numbers)
-
-
-@pytest.mark.parametrize("observation", OBSERVATIONS)
-def test_the_reward_of_a_turn_without_generated_tokens_counts_once(
-    observation: str, impl: str
-) -> None:
-    case = case_of([["gg", "...", ".g"], ["..", ".g", "..", "."]])
-    exact = expected_of(case, lambda _, walk: gae_by_loop(walk, observation))
-    for rows, numbers in zip(
-        credit_scan(case.scan._replace(observation=observation), "gae", impl), exact, strict=True
-    ):
-        assert_rounds(rows, numbers)
+    """Also where turns without generated tokens have a reward, which counts once."""
+    for case in (case_of(), case_of([["gg", "...", ".g"], ["..", ".g", "..", "."]])):
+        exact = expected_of(case, lambda _, walk: gae_by_loop(walk, observation))
+        scan = case.scan._replace(observation=observation)
+        for rows, numbers in zip(credit_scan(scan, "gae", impl), exact, strict=True):
+            assert_rounds(rows, numbers)
 
 
 @pytest.mark.parametrize(("observation", "longest"), [("carry", 4), ("carry", 150), ("ignore", 4)])

@@ -20,8 +20,8 @@ UNCOUNTED = {"CHANGELOG.md", "docs/benchmarks/results.md", "docs/benchmarks/traf
 """What grows by its nature, and pages that a program writes."""
 SLACK = 60
 """What a row may stand above the size, so that a small change leaves it alone."""
-AIMS = {"product": 48_600, "tests": 65_600}
-"""Lines that all folders of a part may have together."""
+AIMS = {"product": 40_000, "tests": 54_000, "names": 96}
+"""What all rows of a part may have together."""
 
 
 def lines_of(folder: str) -> int:

@@ -1,5 +1,3 @@
-"""The check of what an agent returns leaves the event loop free."""
-
 import asyncio
 
 from trajpack.agent.runner.trajectory_check import check_trajectories

@@ -76,7 +76,7 @@ def select_tokens(
         impl: ``"auto"`` uses Triton for CUDA tensors and torch for all others.
 
     Returns:
-        `SelectedTokens`. No gradient flows; see `merge_tokens`.
+        `SelectedTokens`. No gradient flows.
 
     Raises:
         TypeError: If a dtype is none of the above.

@@ -46,7 +46,7 @@ def save(batch: PackedBatch | TreeBatch, path: str | os.PathLike[str]) -> None:
     """Write a batch or a tree to a ``.safetensors`` file, durably and whole.
 
     The file holds the trajectories, the layout (of a tree its options), and what was computed
-    later: advantages, returns, metrics, a narrowed `loss_mask`, fields of `with_field`. A CRC
+    later: advantages, returns, metrics, a narrowed ``loss_mask``, fields of ``with_field``. A CRC
     covers all of it. A file that exists keeps its mode.
 
     Args:

@@ -70,7 +70,7 @@ class PackedDataset(IterableDataset[Piece]):
     Args:
         trajectories: A list or another data set with a length, a `TrajectoryLog`, or any iterable.
             An item is a `Trajectory`, several of them, or has ``trajectories``, as a
-            `LoggedEpisode` and an ``EpisodeResult`` have. An asynchronous iterable is read by
+            ``LoggedEpisode`` and an ``EpisodeResult`` have. An asynchronous iterable is read by
             ``async for micro_batch in dataset``.
         capacity: Maximum tokens of a micro-batch, of trees nodes.
         seed: Seed of the order of items and micro-batches. Items without a number are shuffled

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from trajpack.agent.errors import GenerationError
+from trajpack.packing.conversion import INT32_MAX, as_integer, several, shown
 from trajpack.packing.equality import same_rows, same_values
 from trajpack.packing.representation import brief_repr
 from trajpack.packing.types import FloatArray, IntArray, Trajectory, VersionSpan
@@ -51,12 +52,21 @@ class SamplingParams:
         temperature: Divisor of the logits; 0 takes the likeliest token each time.
         top_p: Sample from the smallest set of tokens that holds this much probability.
         top_k: Sample from this many likeliest tokens; 0 takes all.
+        stop: Texts that end the completion. The tokens up to the one that completes a text are
+            kept, so the text may be followed by the rest of that token.
+        stop_token_ids: Tokens that end the completion, beside the model's own.
+
+    Raises:
+        TypeError: If ``stop`` is not made of strings, or ``stop_token_ids`` not of integers.
+        ValueError: If a value is out of range.
     """
 
     max_new_tokens: int = 256
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -67,6 +77,17 @@ class SamplingParams:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be 0 or more, got {self.top_k}")
+        stop = several("stop must be a tuple of strings", self.stop)
+        if isinstance(self.stop, str) or not all(isinstance(text, str) for text in stop):
+            raise TypeError(f"stop must be a tuple of strings, got {shown(self.stop)}")
+        if not all(stop):
+            raise ValueError("stop must hold texts, got an empty one")
+        given = several("stop_token_ids must be a tuple of integers", self.stop_token_ids)
+        tokens = tuple(as_integer("stop_token_ids", token) for token in given)
+        if any(not 0 <= token <= INT32_MAX for token in tokens):
+            raise ValueError(f"stop_token_ids must be in [0, {INT32_MAX}], got {shown(tokens)}")
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +99,7 @@ class GenerationOutput:
         prompt_ids: Token ids the engine saw.
         output_ids: Token ids it sampled, stop token included.
         output_logprobs: Log-probability of each sampled token (natural log).
-        no_eos: True when generation stopped without an end-of-sequence token.
+        no_eos: True when generation was cut off: by neither a stop token nor a stop text.
         version_start: Policy version of the first sampled token.
         version_end: Policy version of the last sampled token.
         version_spans: ``(version, start, end)`` spans over the sampled tokens, where the engine
@@ -86,6 +107,8 @@ class GenerationOutput:
         fields: Rows of extra fields that the engine reports, by name, as those of `Turn.fields`:
             declare a `TokenField` of each name at the buffer. Engines of servers have
             ``sampling_mask``, the tokens that each one was sampled from, and ``routed_experts``.
+        stop_reason: Why generation ended: ``"stop"``, ``"length"``, ``"abort"`` or ``"tool"``;
+            ``None`` if the engine does not say.
     """
 
     qid: str
@@ -97,6 +120,7 @@ class GenerationOutput:
     version_end: int
     version_spans: Sequence[VersionSpan | tuple[int, int, int]] | None = None
     fields: Mapping[str, Any] | None = None
+    stop_reason: str | None = None
 
     __repr__ = brief_repr
 

@@ -24,7 +24,6 @@ _CANNOT_DO: tuple[tuple[str, object], ...] = (
     ("repetition_penalty", 1.0),
     ("min_p", 0.0),
     ("ignore_eos", False),
-    ("stop", None),
 )
 """Fields of other libraries' sampling objects, with the only supported value."""
 
@@ -47,8 +46,6 @@ class Limits:
     """Key-value cache in tokens, shared by all requests in flight."""
     max_positions: int | None = None
     """Longest sequence the model has positions for; ``None`` if it does not say."""
-    eos_token_ids: frozenset[int] = frozenset()
-    """Tokens that end a completion."""
 
     @property
     def max_request_tokens(self) -> int:
@@ -60,6 +57,7 @@ def read_sampling(sampling: Any, limits: Limits) -> SamplingParams:
     """Read sampling parameters from any object that has ``max_new_tokens``.
 
     ``greedy`` means temperature 0. A ``top_k`` below 1 or beyond the vocabulary takes every token.
+    ``stop`` may be one string.
 
     Raises:
         AttributeError: If there is no ``max_new_tokens``.
@@ -70,19 +68,16 @@ def read_sampling(sampling: Any, limits: Limits) -> SamplingParams:
         value = getattr(sampling, name, only)
         if value != only and value:
             raise ValueError(f"{name}={value!r} cannot be honoured by this engine, only {only!r}")
-    unknown = set(getattr(sampling, "stop_token_ids", None) or ()) - limits.eos_token_ids
-    if unknown:
-        raise ValueError(
-            f"stop_token_ids {sorted(unknown)} are not among the engine's end-of-sequence tokens "
-            f"{sorted(limits.eos_token_ids)}"
-        )
     greedy = bool(getattr(sampling, "greedy", False))
     top_k = int(getattr(sampling, "top_k", 0))
+    stop = getattr(sampling, "stop", None) or ()
     params = SamplingParams(
         max_new_tokens=int(sampling.max_new_tokens),
         temperature=0.0 if greedy else float(getattr(sampling, "temperature", 1.0)),
         top_p=float(getattr(sampling, "top_p", 1.0)),
         top_k=top_k if 0 < top_k < limits.vocabulary_size else 0,
+        stop=(stop,) if isinstance(stop, str) else stop,
+        stop_token_ids=getattr(sampling, "stop_token_ids", None) or (),
     )
     if 0 < params.temperature < _MIN_TEMPERATURE:
         raise ValueError(
@@ -180,7 +175,7 @@ def vocabulary_size(model: Any) -> int:
     return int(model.config.get_text_config().vocab_size)
 
 
-def read_limits(model: Any, batching: Any, eos_token_ids: frozenset[int]) -> Limits:
+def read_limits(model: Any, batching: Any) -> Limits:
     """Return the limits of requests to ``batching``."""
     config = batching.continuous_batching_config
     page_size = config.page_size if hasattr(config, "page_size") else config.block_size
@@ -189,7 +184,6 @@ def read_limits(model: Any, batching: Any, eos_token_ids: frozenset[int]) -> Lim
         vocabulary_size=vocabulary_size(model),
         capacity=int(batching.batch_processor.cache.num_blocks) * page_size,
         max_positions=max_positions,
-        eos_token_ids=eos_token_ids,
     )
 
 

@@ -41,7 +41,7 @@ class TransformersEngine(QueuedEngine):
     Use it as an asynchronous context manager; requests of all open episodes are batched
     together. A request on the queue gets exactly one reply: what `generate` returns or raises. The
     third item of a request is a `SamplingParams` or any object with ``max_new_tokens`` and,
-    optionally, ``temperature``, ``top_p``, ``top_k`` and ``greedy``.
+    optionally, others of its attributes and ``greedy``.
 
     Log-probabilities are those of the distribution sampled from: after temperature, top-k
     and top-p. For greedy decoding that is 0, unless two tokens are equally likely.
@@ -53,6 +53,8 @@ class TransformersEngine(QueuedEngine):
     Args:
         model: A causal language model on its device. Its attention must be ``sdpa``,
             ``eager`` or a flash implementation.
+        tokenizer: Decodes tokens for ``SamplingParams.stop``; requests with texts to stop at are
+            refused without it.
         eos_token_id: Token or tokens that end a completion; ``None`` takes the model's.
         num_blocks: Size of the key-value cache in blocks of ``page_size`` tokens.
             ``None`` is 512 on a CPU, and what memory allows on a GPU.
@@ -70,6 +72,7 @@ class TransformersEngine(QueuedEngine):
         self,
         model: PreTrainedModel,
         *,
+        tokenizer: Any = None,
         eos_token_id: int | list[int] | None = None,
         num_blocks: int | None = None,
         page_size: int | None = None,
@@ -81,6 +84,7 @@ class TransformersEngine(QueuedEngine):
         batching.check_transformers()
         super().__init__()
         self._model: Any = model
+        self._tokenizer = tokenizer
         self._eos_token_ids = batching.read_eos(model, eos_token_id)
         self._build = partial(
             batching.build_batching,
@@ -133,17 +137,21 @@ class TransformersEngine(QueuedEngine):
         try:
             params = batching.read_sampling(sampling, limits)
             prompt = batching.read_prompt(token_ids, params.max_new_tokens, limits)
+            if params.stop and self._tokenizer is None:
+                raise ValueError("stop: texts need the engine's tokenizer, and it has none")
         except Exception as error:  # a request of any shape must leave the others alone
             raise GenerationError(qid, f"refused: {error}") from error
         request_id = f"{next(self._request_numbers)}:{qid}"
-        generation = _Generation(qid, prompt, asyncio.get_running_loop().create_future())
+        ends = self._eos_token_ids.union(params.stop_token_ids)
+        done = asyncio.get_running_loop().create_future()
+        generation = _Generation(qid, prompt, done, ends, params.stop)
         self._batching.register_result_handler(request_id, self._report)
         # Dying batching drops the request; `_watch` then fails it, with the cause.
         self._batching.add_request(
             prompt,
             request_id=request_id,
             max_new_tokens=params.max_new_tokens,
-            eos_token_id=sorted(self._eos_token_ids) or -1,
+            eos_token_id=sorted(ends) or -1,
             streaming=True,
             **batching.processor_arguments(params, limits.vocabulary_size),
         )
@@ -152,7 +160,7 @@ class TransformersEngine(QueuedEngine):
             return await generation.done
         finally:
             del self._generations[request_id]
-            if generation.done.cancelled():
+            if generation.done.cancelled() or generation.has_stop_text:
                 self._batching.cancel_request(request_id)
                 self._batching.output_router.result_handlers.pop(request_id, None)
 
@@ -202,7 +210,7 @@ class TransformersEngine(QueuedEngine):
 
     def _start(self) -> None:
         self._batching = self._build()
-        self._limits = batching.read_limits(self._model, self._batching, self._eos_token_ids)
+        self._limits = batching.read_limits(self._model, self._batching)
         self._unsilence = batching.silence_tracebacks()
         self._batching.start()
 
@@ -262,9 +270,12 @@ class TransformersEngine(QueuedEngine):
             loop = asyncio.get_running_loop()
             loop.call_later(_WATCH_INTERVAL_S, self._fail, generation, result.error)
             return
-        generation.extend_to(len(result.generated_tokens), self._reported_version)
-        if result.is_finished():
-            generation.complete(result, self._eos_token_ids)
+        ids = result.generated_tokens
+        num_kept = generation.length_until_stop(ids, self._tokenizer)
+        generation.extend_to(num_kept or len(ids), self._reported_version)
+        if num_kept or result.is_finished():
+            num_kept = num_kept or len(ids)
+            generation.complete(ids[:num_kept], result.logprobs[:num_kept])
 
     def _fail(self, generation: _Generation, reason: str) -> None:
         """Fail one request, unless all have failed together."""
@@ -279,8 +290,24 @@ class _Generation:
     qid: str
     prompt: list[int]
     done: asyncio.Future[GenerationOutput]
+    stop_token_ids: frozenset[int]
+    stop: tuple[str, ...]
     spans: list[VersionSpan] = field(default_factory=list)
     """Policy versions of the tokens reported so far."""
+    has_stop_text: bool = False
+    """Whether a text to stop at has come."""
+
+    def length_until_stop(self, ids: list[int], tokenizer: Any) -> int | None:
+        """Return how many tokens there are up to the one that completes a text to stop at."""
+        if not self.stop:
+            return None
+        longest = max(len(text.encode()) for text in self.stop) + 8  # a token has a byte at least
+        for end in range(self.spans[-1].end if self.spans else 0, len(ids)):
+            tail = tokenizer.decode(ids[max(0, end + 1 - longest) : end + 1])
+            if any(text in tail for text in self.stop):
+                self.has_stop_text = True
+                return end + 1
+        return None
 
     def extend_to(self, num_tokens: int, version: int) -> None:
         """Tag the tokens that have come since the last call."""
@@ -289,12 +316,12 @@ class _Generation:
             start = self.spans.pop().start
         self.spans.append(VersionSpan(version, start, num_tokens))
 
-    def complete(self, result: Any, eos_token_ids: frozenset[int]) -> None:
-        """Hand over the finished result of continuous batching."""
-        ids, logprobs = result.generated_tokens, result.logprobs
+    def complete(self, ids: list[int], logprobs: list[float]) -> None:
+        """Hand over all tokens."""
         if len(ids) != len(logprobs) or not ids:
             reason = f"{len(ids)} tokens came with {len(logprobs)} log-probabilities"
             return self.fail(GenerationError(self.qid, reason))
+        has_stopped = self.has_stop_text or ids[-1] in self.stop_token_ids
         if not self.done.done():
             self.done.set_result(
                 GenerationOutput(
@@ -302,10 +329,11 @@ class _Generation:
                     prompt_ids=self.prompt,
                     output_ids=ids,
                     output_logprobs=logprobs,
-                    no_eos=ids[-1] not in eos_token_ids,
+                    no_eos=not has_stopped,
                     version_start=self.spans[0].version,
                     version_end=self.spans[-1].version,
                     version_spans=tuple(self.spans) if len(self.spans) > 1 else None,
+                    stop_reason="stop" if has_stopped else "length",
                 )
             )
 

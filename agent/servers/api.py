@@ -32,8 +32,6 @@ class SampleRequest:
     """Token ids of the prompt, and of the tokens sampled already."""
     params: SamplingParams
     """Sampling parameters; ``max_new_tokens`` is the number of missing tokens."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end the completion, beside the model's own."""
     seed: int | None = None
     """Seed of this request."""
     wants_routes: bool = False

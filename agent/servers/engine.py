@@ -63,8 +63,7 @@ class ServerEngine(QueuedEngine):
     Use it as an asynchronous context manager. Each observation gets exactly one reply: a
     `GenerationOutput`, a `GenerationError` that says why there is none, or an `EngineEndedError`
     once the context has been left. The third item of an observation is a `SamplingParams` or any
-    object with ``max_new_tokens`` and, optionally, ``temperature``, ``top_p``, ``top_k``,
-    ``greedy`` and ``stop_token_ids``.
+    object with ``max_new_tokens`` and, optionally, others of its attributes and ``greedy``.
 
     Args:
         urls: Addresses of the servers. A user and a password in one are sent as such, and shown
@@ -242,12 +241,10 @@ class ServerEngine(QueuedEngine):
     def _read_request(self, request: GenerationRequest) -> Completion:
         qid, token_ids, sampling = request
         try:
-            stops = tuple(int(token) for token in getattr(sampling, "stop_token_ids", None) or ())
             limits = Limits(
                 vocabulary_size=self._options.vocab_size or INT32_MAX + 1,
                 capacity=INT32_MAX,
                 max_positions=self._options.max_request_tokens,
-                eos_token_ids=frozenset(stops),
             )
             params = read_sampling(sampling, limits)
             prompt = read_prompt(token_ids, params.max_new_tokens, limits)
@@ -255,7 +252,7 @@ class ServerEngine(QueuedEngine):
             raise RequestRefusedError(qid, one_line(f"refused: {error}")) from error
         number = self._num_requests[qid]
         self._num_requests[qid] += 1
-        return Completion(qid, number, prompt, params, stops)
+        return Completion(qid, number, prompt, params)
 
     async def _pause_if_idle(self, num_idle: int, server: str | None) -> None:
         """Wait after a resumption without a token: a server may be about to change its weights."""
@@ -349,6 +346,7 @@ class ServerEngine(QueuedEngine):
             vocab_size=self._options.vocab_size or INT32_MAX + 1,
             max_bytes=min(num_bytes, self._options.max_response_bytes),
             routed_experts=routes,
+            stop=completion.params.stop,
         )
         told = server.told_version
         body = await self._send(server, completion, limits.max_bytes)
@@ -378,7 +376,6 @@ class ServerEngine(QueuedEngine):
             request_id=server.client.new_request_id(),
             token_ids=completion.token_ids,
             params=completion.remaining,
-            stop_token_ids=completion.stop_token_ids,
             seed=seed,
             wants_routes=self._options.routed_experts is not None,
         )

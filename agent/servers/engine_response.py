@@ -45,6 +45,8 @@ class ResponseLimits:
     routed_experts: tuple[int, int] | None = None
     """Layers with experts, and experts of a token, of the routes that the response must have;
     ``None`` leaves routes out."""
+    stop: tuple[str, ...] = ()
+    """Texts that the request named to stop at."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,8 +138,8 @@ def read_sglang_response(body: bytes, limits: ResponseLimits) -> EngineResponse:
 
     Raises:
         ValueError: As `read_vllm_response`, and if the ids beside the log-probabilities are not
-            those of ``output_ids``, the stop token that matched is not the last of them, or a stop
-            string matched: no request names any, and SGLang reports NaN in this way.
+            those of ``output_ids``, the stop token that matched is not the last of them, or a text
+            matched that is not one of ``limits.stop``: SGLang reports NaN in this way.
         ModuleNotFoundError: As `read_vllm_response`.
 
     Source: the published types of SGLang 0.5.23, and its page "Return Routed Experts": int32 in
@@ -161,7 +163,7 @@ def read_sglang_response(body: bytes, limits: ResponseLimits) -> EngineResponse:
         index = next(k for k, token_id in enumerate(ids) if beside[k] != token_id)
         expected = "the ids of output_ids in output_token_logprobs"
         raise _refusal("SGLang", expected, f"another at index {index}")
-    _check_stop(meta.finish_reason, ids)
+    _check_stop(meta.finish_reason, ids, limits.stop)
     spans = meta.weight_versions
     versions = None if spans is None else _spans(spans)
     if spans is None and meta.weight_version is not None:
@@ -218,14 +220,14 @@ def _spans(spans: Sequence[Any]) -> WeightVersions:
     return tuple((span.version, span.start, span.end) for span in spans)
 
 
-def _check_stop(finish: Any, ids: list[int]) -> None:
-    """Refuse a stop that did not end at a stop token.
+def _check_stop(finish: Any, ids: list[int], stop: tuple[str, ...]) -> None:
+    """Refuse a stop at no stop token and at no text that was asked for.
 
-    Requests name no stop strings. SGLang reports one (``"NaN happened"``) if the model computed
-    NaN, and then appends a stop token that was not sampled.
+    SGLang reports a text (``"NaN happened"``) if the model computed NaN, and then appends a stop
+    token that was not sampled.
     """
     matched = finish.matched
-    if finish.type != "stop" or matched is None:
+    if finish.type != "stop" or matched is None or matched in stop:
         return
     if isinstance(matched, str):
         expected = "a stop token that matched in finish_reason"
@@ -437,8 +439,6 @@ class Completion:
     """Token ids of the prompt."""
     params: SamplingParams
     """Sampling parameters of the whole completion."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end the completion, beside the model's own."""
     token_ids: list[int] = field(default_factory=list)
     """Token ids of the prompt and of the sampled tokens."""
     spans: list[VersionSpan] = field(default_factory=list)
@@ -545,4 +545,5 @@ class Completion:
             version_end=self.spans[-1].version,
             version_spans=tuple(self.spans) if len(self.spans) > 1 else None,
             fields=fields or None,
+            stop_reason="stop" if self.finish_reason == "stop" else "length",
         )

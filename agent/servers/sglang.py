@@ -89,11 +89,13 @@ class SGLangServerAPI:
             "top_p": params.top_p,
             "top_k": params.top_k or -1,
             "skip_special_tokens": False,
-            "no_stop_trim": True,  # the stop token belongs to the completion
+            "no_stop_trim": True,  # the stop token or text belongs to the completion
             **NEUTRAL,
         }
-        if sample.stop_token_ids:
-            sampling["stop_token_ids"] = list(sample.stop_token_ids)
+        if params.stop:
+            sampling["stop"] = list(params.stop)
+        if params.stop_token_ids:
+            sampling["stop_token_ids"] = list(params.stop_token_ids)
         if sample.seed is not None:
             sampling["sampling_seed"] = sample.seed
         payload = {"rid": sample.request_id, **_payload(sample.token_ids, sampling)}

@@ -89,8 +89,11 @@ class VLLMServerAPI:
             "logprobs": 0,
             **NEUTRAL,
         }
-        if sample.stop_token_ids:
-            sampling["stop_token_ids"] = list(sample.stop_token_ids)
+        if params.stop:
+            sampling["stop"] = list(params.stop)
+            sampling["include_stop_str_in_output"] = True
+        if params.stop_token_ids:
+            sampling["stop_token_ids"] = list(params.stop_token_ids)
         if sample.seed is not None:
             sampling["seed"] = sample.seed
         return self._request(server, sample.request_id, sample.token_ids, sampling=sampling)

@@ -115,6 +115,30 @@ def test_the_stop_token_belongs_to_the_completion_and_decides_no_eos() -> None:
     assert len(cut.output_ids) == 16
 
 
+def test_texts_and_tokens_of_a_request_end_its_completion() -> None:
+    async def body(**ends: Any) -> GenerationOutput:
+        async with small_engine(tokenizer=TOKENIZER, eos_token_id=NEVER, seed=1) as engine:
+            sampling = SimpleNamespace(max_new_tokens=40, **ends)
+            return await generate(engine, "a", sampling=sampling)
+
+    whole = asyncio.run(body())
+    ids = list(whole.output_ids)
+    assert (whole.stop_reason, whole.no_eos) == ("length", True)
+    texts = [TOKENIZER.decode(ids[:end]) for end in range(1, 41)]
+    for begin, stop in ((9, 12), (20, 21), (3, 30)):
+        text = texts[30][begin:stop]
+        cases: list[dict[str, Any]] = [{"stop": ("never said", text)}, {"stop": text}]
+        for ends in cases:
+            output = asyncio.run(body(**ends))
+            kept = next(number for number, said in enumerate(texts, 1) if text in said)
+            assert output.output_ids == ids[:kept]
+            assert output.output_logprobs == whole.output_logprobs[:kept]
+            assert (output.stop_reason, output.no_eos) == ("stop", False)
+    stopped = asyncio.run(body(stop_token_ids=[ids[7]]))
+    assert stopped.output_ids == ids[: ids.index(ids[7]) + 1]
+    assert (stopped.stop_reason, stopped.no_eos) == ("stop", False)
+
+
 def test_the_seed_decides_what_is_sampled() -> None:
     async def body(seed: int) -> GenerationOutput:
         async with small_engine(seed=seed) as engine:
@@ -183,7 +207,8 @@ REFUSED = {
     "penalty": ([1], SimpleNamespace(max_new_tokens=4, frequency_penalty=0.5), "penalty"),
     "floor": ([1], SimpleNamespace(max_new_tokens=4, min_p=0.1), "min_p=0.1"),
     "repetition": ([1], SimpleNamespace(max_new_tokens=4, repetition_penalty=1.2), "repetition"),
-    "stop": ([1], SimpleNamespace(max_new_tokens=4, stop_token_ids=[9]), "stop_token_ids"),
+    "stop": ([1], SamplingParams(4, stop=("a",)), "stop: texts need the engine's tokenizer"),
+    "stop tokens": ([1], SimpleNamespace(max_new_tokens=4, stop_token_ids=9), "stop_token_ids"),
 }
 
 

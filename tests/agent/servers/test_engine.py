@@ -131,15 +131,16 @@ def test_routed_experts_are_asked_for_and_become_a_field() -> None:
     asyncio.run(body())
 
 
-@pytest.mark.parametrize(("finish", "no_eos"), [("stop", False), ("length", True)])
-def test_only_a_stop_is_an_end_of_sequence(finish: str, no_eos: bool) -> None:
-    kinds = {"stop": {"type": "stop", "matched": 7}, "length": {"type": "length", "length": 1}}
-    bodies = vllm_body([7], finish=finish), sglang_body([7], kinds[finish])
+@pytest.mark.parametrize(("finish", "matched"), [("stop", 7), ("stop", "bye"), ("length", None)])
+def test_stop_tokens_and_texts_are_ends_and_the_length_is_none(finish: str, matched: Any) -> None:
+    bodies = vllm_body([7], finish=finish), sglang_body([7], {"type": finish, "matched": matched})
+    sampling = SamplingParams(8, stop=("bye",), stop_token_ids=(7,))
 
     async def body() -> None:
         for engine_type, answer in zip((VLLMEngine, SGLangEngine), bodies, strict=True):
             async with serving(engine_type, always(answer)) as (_, engine):
-                assert (await generate(engine)).no_eos is no_eos
+                output = await generate(engine, sampling=sampling)
+                assert (output.no_eos, output.stop_reason) == (finish != "stop", finish)
 
     asyncio.run(body())
 
@@ -227,9 +228,11 @@ def test_sampling_may_be_any_object_and_is_refused_by_name() -> None:
             limited = options(vocab_size=100, max_request_tokens=20)
             async with SGLangEngine(server.url, options=limited) as engine:
                 theirs = SimpleNamespace(max_new_tokens=4, greedy=True, stop_token_ids=[5])
+                theirs.stop = "</search>"
                 await generate(engine, sampling=theirs)
                 sent = server.draws[0].payload["sampling_params"]
                 assert (sent["temperature"], sent["stop_token_ids"]) == (0.0, [5])
+                assert (sent["stop"], sent["no_stop_trim"]) == (["</search>"], True)
                 for prompt, sampling, reason in (
                     ([1], SimpleNamespace(max_new_tokens=4, n=2), "n=2"),
                     ([1], None, "max_new_tokens"),

@@ -99,7 +99,7 @@ def test_every_request_is_taken_whole_by_the_published_types(api: ModuleType) ->
         settings = options(seed=5)
         async with serving(SGLangEngine, say, options=settings) as ((server,), engine):
             await generate(engine, "a", [1, 2], SamplingParams(8, temperature=0.5))
-            await generate(engine, "b", [3], Stopping(8, stop_token_ids=(9, 4)))
+            await generate(engine, "b", [3], SamplingParams(8, stop=("a",), stop_token_ids=(9, 4)))
             await engine.set_version(8)
             for interrupt in (False, True):
                 await engine.pause(interrupt=interrupt)
@@ -109,7 +109,8 @@ def test_every_request_is_taken_whole_by_the_published_types(api: ModuleType) ->
 
     asked = asyncio.run(collect())
     draws = [one.payload for one in asked if one.path == "/generate"]
-    assert [draw["sampling_params"].get("stop_token_ids") for draw in draws][-1] == [9, 4]
+    params = draws[-1]["sampling_params"]
+    assert (params["stop"], params["stop_token_ids"]) == (["a"], [9, 4])
     assert {draw["input_ids"][-1] for draw in draws[-2:]} == {2, 3}
     types = control_types(api)
     ordered = [one for one in asked if one.path in types]
@@ -120,14 +121,6 @@ def test_every_request_is_taken_whole_by_the_published_types(api: ModuleType) ->
         assert set(one.payload) <= set(fields), one.path
         for name, value in one.payload.items():
             msgspec.convert(value, fields[name], strict=True)
-
-
-class Stopping(SamplingParams):
-    """Sampling with stop tokens of the agent's own."""
-
-    def __init__(self, *args: Any, stop_token_ids: tuple[int, ...]) -> None:
-        super().__init__(*args)
-        object.__setattr__(self, "stop_token_ids", stop_token_ids)
 
 
 def test_the_published_types_do_refuse_what_they_do_not_know(api: ModuleType) -> None:

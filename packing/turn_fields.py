@@ -18,6 +18,8 @@ class TurnField(NamedTuple):
     """Attribute of `PackedBatch`: a tensor ``[turns]``."""
     dtype: torch.dtype
     """Dtype of the tensor."""
+    words: tuple[str | None, ...] = ()
+    """Values of a field of words: each is stored as its place here."""
 
     @property
     def numpy_dtype(self) -> np.dtype[np.generic]:
@@ -25,17 +27,28 @@ class TurnField(NamedTuple):
         return torch.empty(0, dtype=self.dtype).numpy().dtype
 
     def plain(self, value: Any) -> float:
-        """Return the number as a Python float, bool or int."""
+        """Return the value as a Python float, bool or int."""
+        if self.words:
+            return self.words.index(value)
         if self.dtype.is_floating_point:
             return float(value)
         return bool(value) if self.dtype == torch.bool else operator.index(value)
 
+    def value(self, number: float) -> Any:
+        """Return the value of `Turn` that `plain` made a number of."""
+        if self.words:
+            return self.words[int(number)]
+        return bool(number) if self.dtype == torch.bool else number
 
+
+STOP_REASONS = (None, "stop", "length", "tool", "abort", "error")
+"""Values of `Turn.stop_reason`."""
 TURN_FIELDS = (
     TurnField("reward", "turn_rewards", torch.float64),
     TurnField("truncated", "turn_truncated", torch.bool),
     TurnField("version_start", "turn_version_start", torch.int32),
     TurnField("version_end", "turn_version_end", torch.int32),
+    TurnField("stop_reason", "turn_stop_reasons", torch.int8, STOP_REASONS),
 )
 """Each has an attribute of `Turn` and one of `PackedBatch`. The buffer's tables, batches, batch
 files, `unpack`, `TrajectoryArrays` (log, Parquet, Ray) and the equality of turns

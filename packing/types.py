@@ -54,6 +54,8 @@ class Turn:
         version_spans: ``(version, start, end)`` spans that cover the completion, where the engine
             reports them.
         fields: Rows of the fields that the buffer declares (`TokenField`), by name.
+        stop_reason: Why the engine stopped, where it says: ``"stop"``, a stop token or string;
+            ``"length"``, a limit of tokens; ``"tool"``, a call; ``"abort"``; ``"error"``.
 
     Example:
         >>> Turn([1, 2], [3], [-0.5]) == Turn(np.array([1, 2]), torch.tensor([3]), (-0.5,))
@@ -69,6 +71,7 @@ class Turn:
     version_end: int = 0
     version_spans: Sequence[VersionSpan | tuple[int, int, int]] | None = None
     fields: Mapping[str, Any] | None = None
+    stop_reason: str | None = None
 
     __repr__ = brief_repr
 
@@ -92,6 +95,8 @@ class Trajectory:
             tokens.
         task_id: Kind of task, as the data set numbers it.
         birth_time_ms: Start of the episode, milliseconds since the epoch.
+        truncated: Whether a limit ended the episode: True cut off, False ended by the environment.
+            ``None``: as its last turn says.
     """
 
     id: str
@@ -100,12 +105,23 @@ class Trajectory:
     turn_discount: float = 1.0
     task_id: int | None = None
     birth_time_ms: int | None = None
+    truncated: bool | None = None
 
     __repr__ = brief_repr
 
     def __post_init__(self) -> None:
         expected = f"trajectory {self.id!r}: turns must be a sequence of turns"
         object.__setattr__(self, "turns", several(expected, self.turns))
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether the episode was cut off: `truncated`, or that of the last turn where it is None.
+
+        Example:
+            >>> Trajectory("a", [Turn([1], [2], [-0.5], truncated=True)]).is_truncated
+            True
+        """
+        return bool(self.turns[-1].truncated if self.truncated is None else self.truncated)
 
     @classmethod
     def from_messages(  # noqa: PLR0913 - columns of a data set

@@ -139,6 +139,8 @@ class PackedBatch(LabelMethods, LogprobMethods):
         turn_truncated: bool ``[turns]``: True where no end-of-sequence token was sampled.
         turn_version_start: int32 ``[turns]``: policy version of the first sampled token.
         turn_version_end: int32 ``[turns]``: policy version of the last sampled token.
+        turn_stop_reasons: int8 ``[turns]``: `Turn.stop_reason`: 0 ``None``, 1 ``"stop"``, 2
+            ``"length"``, 3 ``"tool"``, 4 ``"abort"``, 5 ``"error"``.
         turn_sequence: int32 ``[turns]``: sequence that holds the turn's completion.
         turn_spans: int32 ``[turns, 2]``: the completion's first token in the batch, and one past
             its last.
@@ -150,6 +152,8 @@ class PackedBatch(LabelMethods, LogprobMethods):
         cu_turns: int32 ``[trajectories + 1]``: boundaries of the trajectories' turns.
         group_ids: int32 ``[trajectories]``: groups, numbered from 0 as they first appear in the
             batch; a trajectory without a group is one of its own.
+        truncated: bool ``[trajectories]``: True where a limit ended the episode, see
+            `Trajectory.truncated`.
         fields: ``[tokens, *shape]`` each: the extra fields, by name.
         token_fields: Declarations of the extra fields.
         layout: ``"merged"`` or ``"turns"``.
@@ -161,6 +165,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
         task_ids: Kinds of task of the trajectories.
         birth_times_ms: Start times of the episodes, milliseconds since the epoch.
         turn_discounts: Discounts of the trajectories from one turn to the next.
+        truncated_as_given: `Trajectory.truncated` of each; ``None`` where its last turn says it.
         advantages: float32 ``[tokens]``: advantages, 0 where not generated; ``None`` at first.
         metrics: float64 ``[metrics]``: metrics of `with_advantages`, named by `metric_names`.
             Computed at first access, if whitening did not need them.
@@ -185,12 +190,14 @@ class PackedBatch(LabelMethods, LogprobMethods):
     turn_truncated: torch.Tensor
     turn_version_start: torch.Tensor
     turn_version_end: torch.Tensor
+    turn_stop_reasons: torch.Tensor
     turn_sequence: torch.Tensor
     turn_spans: torch.Tensor
     turn_begin: torch.Tensor
     cu_generated: torch.Tensor
     cu_turns: torch.Tensor
     group_ids: torch.Tensor
+    truncated: torch.Tensor
 
     fields: Mapping[str, torch.Tensor]
     token_fields: tuple[TokenField, ...]
@@ -204,6 +211,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
     task_ids: tuple[int | None, ...]
     birth_times_ms: tuple[int | None, ...]
     turn_discounts: tuple[float, ...]
+    truncated_as_given: tuple[bool | None, ...]
 
     advantages: torch.Tensor | None = None
     metrics: torch.Tensor | None = dataclasses.field(default_factory=type(None))

@@ -54,6 +54,7 @@ def unpack(batch: PackedBatch) -> list[Trajectory]:
             turn_discount=batch.turn_discounts[index],
             task_id=batch.task_ids[index],
             birth_time_ms=batch.birth_times_ms[index],
+            truncated=batch.truncated_as_given[index],
         )
         for index, (begin, end) in enumerate(pairwise(bounds))
     ]
@@ -67,7 +68,7 @@ def _turn(host: dict[str, npt.NDArray[Any]], ids: npt.NDArray[np.int32], turn: i
         completion_ids=ids[begin:end],
         completion_logprobs=host["rollout_logprobs"][begin:end],
         version_spans=_spans(host["policy_versions"][begin:end]),
-        **{field.attribute: host[field.name][turn].item() for field in TURN_FIELDS},
+        **{one.attribute: one.value(host[one.name][turn].item()) for one in TURN_FIELDS},
     )
 
 

@@ -53,6 +53,7 @@ LABELS = {
     "groups": "group",
     "task_ids": "task_id",
     "birth_times_ms": "birth_time_ms",
+    "truncated_as_given": "truncated",
 }
 """Fields of a batch with an attribute of `TrajectoryLabels` for each trajectory."""
 MOST_WAITING = 64

@@ -51,6 +51,7 @@ class TrajectoryLabels(NamedTuple):
     task_id: int | None
     birth_time_ms: int | None
     turn_discount: float
+    truncated: bool | None = None
 
 
 class ChainEnd(NamedTuple):
@@ -249,7 +250,16 @@ def checked_labels(trajectory: Trajectory) -> TrajectoryLabels:
     discount = trajectory.turn_discount
     if type(discount) is not float or not -FLOAT32_MAX <= discount <= FLOAT32_MAX:
         discount = _as_number("turn_discount", discount)
-    return TrajectoryLabels(name, group, task_id, birth_time_ms, discount)
+    truncated = trajectory.truncated
+    if truncated is not None:
+        truncated = _as_bool("truncated", truncated)
+    return TrajectoryLabels(name, group, task_id, birth_time_ms, discount, truncated)
+
+
+def _as_bool(name: str, value: Any) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+    return bool(value)
 
 
 def _as_number(name: str, value: Any) -> float:
@@ -324,8 +334,8 @@ def take_numbers(intake: ValidatedTurns, turn: Turn, begin: int, size: int) -> N
         ValueError: If a number is not finite, or versions make no sense.
     """
     truncated, reward = turn.truncated, turn.reward
-    if truncated is not True and truncated is not False and not isinstance(truncated, np.bool_):
-        raise TypeError(f"truncated must be a bool, got {type(truncated).__name__}")
+    if truncated is not True and truncated is not False:
+        truncated = _as_bool("truncated", truncated)
     if type(reward) is not float or not -FLOAT32_MAX <= reward <= FLOAT32_MAX:
         reward = _as_number("reward", reward)
     start, end, spans = turn.version_start, turn.version_end, turn.version_spans
@@ -338,7 +348,7 @@ def take_numbers(intake: ValidatedTurns, turn: Turn, begin: int, size: int) -> N
     intake.turn_size.append(size)
     numbers = intake.numbers
     numbers["reward"].append(reward)
-    numbers["truncated"].append(bool(truncated))
+    numbers["truncated"].append(truncated)
     numbers["version_start"].append(start)
     numbers["version_end"].append(end)
     for one in _PLAIN_FIELDS:
@@ -346,12 +356,16 @@ def take_numbers(intake: ValidatedTurns, turn: Turn, begin: int, size: int) -> N
 
 
 def _checked_number(field: TurnField, value: Any) -> float:
-    """Check a number of a turn by its dtype alone."""
+    """Check a value of a turn by its words or its dtype alone, and return its number."""
     name = field.attribute
+    if field.words:
+        if value is None:
+            return 0
+        if value not in field.words:
+            raise ValueError(f"{name} must be one of {field.words[1:]} or None, got {shown(value)}")
+        return field.plain(value)
     if field.dtype == torch.bool:
-        if not isinstance(value, (bool, np.bool_)):
-            raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
-        return bool(value)
+        return _as_bool(name, value)
     if field.dtype.is_floating_point:
         return _as_number(name, value)
     number = as_integer(name, value)

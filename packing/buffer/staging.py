@@ -192,6 +192,7 @@ def _aligned(num_rows: int) -> int:
 
 
 TORCH_DTYPES = {
+    np.dtype(np.int8): torch.int8,
     np.dtype(np.int32): torch.int32,
     np.dtype(np.int64): torch.int64,
     np.dtype(np.float64): torch.float64,

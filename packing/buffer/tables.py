@@ -35,6 +35,7 @@ COLUMNS = {
     "cu_group_trajectories": Column(I32),
     "cu_group_turns": Column(I32),
     "turn_trajectory": Column(I32),
+    "truncated": Column(np.dtype(np.bool_)),
     **{field.name: Column(field.numpy_dtype) for field in TURN_FIELDS},
 }
 """Tables that are sent with the stream. Each has one row more than entries."""
@@ -50,6 +51,7 @@ TABLE_ROWS = {
     "cu_turns": ("trajectories", 1),
     "cu_seqlens": ("sequences", 1),
     "group_ids": ("trajectories", 0),
+    "truncated": ("trajectories", 0),
     "order_of_trajectories": ("trajectories", 0),
     "order_of_turns": ("turns", 0),
     "cu_group_trajectories": ("groups", 1),
@@ -199,6 +201,11 @@ class BatchTables:
         tables["cu_generated"][counts.turns + 1 : turns + 1] = generated
         for field in TURN_FIELDS:
             tables[field.name][counts.turns : turns] = intake.numbers[field.attribute]
+        of_last = tables["turn_truncated"][ends - 1]
+        tables["truncated"][counts.trajectories : trajectories] = [
+            last if labels.truncated is None else labels.truncated
+            for labels, last in zip(intake.labels, of_last.tolist(), strict=True)
+        ]
         return counts._replace(
             trajectories=trajectories,
             turns=turns,

@@ -44,11 +44,9 @@ INTEGERS = _with_later(FIRST_INTEGERS, floats=False)
 """Columns of `TrajectoryArrays.turns`; later rows of `TURN_FIELDS` are at the end."""
 FLOATS = _with_later(FIRST_FLOATS, floats=True)
 """Columns of `TrajectoryArrays.numbers`."""
-_PLACES = [
-    (one.attribute, (INTEGERS + FLOATS).index(one.attribute), one.dtype == torch.bool)
-    for one in TURN_FIELDS
-]
-"""Attribute of each number of a turn, its place among all, and whether it is a bool."""
+_PLACES = [(one, (INTEGERS + FLOATS).index(one.attribute)) for one in TURN_FIELDS]
+"""Each field of a turn, and its place among all numbers."""
+_WORDS = [(INTEGERS.index(one.attribute), len(one.words)) for one in TURN_FIELDS if one.words]
 _Stored: TypeAlias = tuple[str, npt.NDArray[Any], *tuple[npt.NDArray[Any], ...]]
 _Undeclared: TypeAlias = dict[int, dict[str, _Stored]]
 
@@ -63,7 +61,7 @@ class TrajectoryArrays:
     """
 
     labels: tuple[TrajectoryLabels, ...]
-    """Id, group, task, time of birth and discount of each trajectory."""
+    """Id, group, task, time of birth, discount and end of each trajectory."""
     num_turns: npt.NDArray[np.int64]
     """``[trajectories]``: number of turns."""
     chain_sizes: npt.NDArray[np.int32]
@@ -71,7 +69,7 @@ class TrajectoryArrays:
     tokens: npt.NDArray[np.int32]
     """``[tokens]``: token ids of the chains, concatenated."""
     turns: npt.NDArray[np.int32]
-    """``[turns, 7]``: chain and lengths of each turn, and its integers among `TURN_FIELDS`."""
+    """``[turns, 8]``: chain and lengths of each turn, and its integers among `TURN_FIELDS`."""
     numbers: npt.NDArray[np.float64]
     """``[turns, 1]``: reward of each turn."""
     spans: npt.NDArray[np.int32]
@@ -147,6 +145,7 @@ class TrajectoryArrays:
                 turn_discount=labels.turn_discount,
                 task_id=labels.task_id,
                 birth_time_ms=labels.birth_time_ms,
+                truncated=labels.truncated,
             )
             for labels, (begin, end) in zip(self.labels, bounds, strict=True)
         ]
@@ -203,6 +202,7 @@ class TrajectoryArrays:
                 and 0 <= truncated <= 1
                 and 0 <= first <= last
                 and count >= 0
+                and all(0 <= numbers[place] < size_of for place, size_of in _WORDS)
             ):
                 raise ValueError(f"turn {turn} has impossible numbers: {numbers}")
             num_generated += size
@@ -258,14 +258,18 @@ class TrajectoryArrays:
                     if count
                     else None,
                     fields=fields or None,
-                    **{
-                        name: bool(numbers[place]) if is_bool else numbers[place]
-                        for name, place, is_bool in _PLACES
-                    },
+                    **{one.attribute: one.value(numbers[place]) for one, place in _PLACES},
                 )
             )
             generated, num_spans = sampled, end
         return turns
+
+
+def widened(values: npt.NDArray[Any], num_rows: int, width: int, fill: int = 0) -> npt.NDArray[Any]:
+    """Return a table with the last columns, which forms of older releases lack, as ``fill``."""
+    known = values.reshape(num_rows, values.size // num_rows if num_rows else width)
+    missing = (0, 0), (0, width - known.shape[1])
+    return np.pad(known, missing, constant_values=fill)
 
 
 def as_rows(declared: TokenField, raw: npt.NDArray[np.uint8], num_generated: int) -> Any:

@@ -20,6 +20,7 @@ _LABELS = {
     "task_id": "int64",
     "birth_time_ms": "int64",
     "turn_discount": "float64",
+    "truncated": "bool",
 }
 _TURNS = {
     "chain": "int32",
@@ -39,7 +40,7 @@ _LISTS = {
     "rollout_logprobs": "float32",
 }
 """Columns of lists, per trajectory, chain, turn, version span or token: types of the elements."""
-_NULLABLE = ("trajectory_id", "group", "task_id", "birth_time_ms")
+_NULLABLE = ("trajectory_id", "group", "task_id", "birth_time_ms", "truncated")
 """Columns of lists whose elements may be null."""
 _ROW_GROUP = 256
 """Episodes of a row group of an exported file."""

@@ -10,7 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from trajpack.packing.buffer.chains import TrajectoryLabels
-from trajpack.packing.buffer.trajectory_arrays import FLOATS, INTEGERS, TrajectoryArrays
+from trajpack.packing.buffer.trajectory_arrays import (
+    FLOATS,
+    INTEGERS,
+    TrajectoryArrays,
+    widened,
+)
 from trajpack.packing.token_fields import TokenField
 
 COLUMNS: dict[str, np.dtype[Any]] = {
@@ -61,7 +66,12 @@ def encoded(record: Record) -> bytes:
         "texts": np.frombuffer(b"".join(text for text in raw if text is not None), np.uint8),
         "text_sizes": [-1 if text is None else len(text) for text in raw],
         "trajectories": [
-            (count, *_optional(one.task_id), *_optional(one.birth_time_ms))
+            (
+                count,
+                *_optional(one.task_id),
+                *_optional(one.birth_time_ms),
+                -1 if one.truncated is None else one.truncated,
+            )
             for count, one in zip(arrays.num_turns.tolist(), arrays.labels, strict=True)
         ],
         "turn_discounts": [one.turn_discount for one in arrays.labels],
@@ -115,13 +125,13 @@ def decoded(content: bytes, fields: tuple[TokenField, ...]) -> Record:
     raw, text_sizes, table, discounts, chains, ids, turns, numbers, spans, logprobs, *rows = columns
     try:
         episode, error, *texts = _texts(raw.tobytes(), text_sizes.tolist())
-        trajectories = table.reshape(-1, 5)
+        trajectories = widened(table, len(discounts), 6, fill=-1)
         arrays = TrajectoryArrays(
             labels=_labels(trajectories.tolist(), texts, discounts.tolist()),
             num_turns=trajectories[:, 0],
             chain_sizes=chains,
             tokens=ids,
-            turns=turns.reshape(-1, len(INTEGERS)),
+            turns=widened(turns, int(trajectories[:, 0].sum()), len(INTEGERS)),
             numbers=numbers.reshape(-1, len(FLOATS)),
             spans=spans.reshape(-1, 3),
             logprobs=logprobs,
@@ -179,11 +189,13 @@ def _labels(
     trajectories: Sequence[Sequence[int]], texts: Sequence[str | None], discounts: Sequence[float]
 ) -> tuple[TrajectoryLabels, ...]:
     labels = []
-    for (_, has_task, task_id, has_birth, birth), name, group, discount in zip(
+    for (_, has_task, task_id, has_birth, birth, truncated), name, group, discount in zip(
         trajectories, texts[::2], texts[1::2], discounts, strict=True
     ):
-        if name is None or not 0 <= has_task <= 1 or not 0 <= has_birth <= 1:
+        flags = 0 <= has_task <= 1 and 0 <= has_birth <= 1 and -1 <= truncated <= 1
+        if name is None or not flags:
             raise ValueError("a trajectory has impossible labels")
         task, moment = (task_id if has_task else None), (birth if has_birth else None)
-        labels.append(TrajectoryLabels(name, group, task, moment, discount))
+        cut = None if truncated < 0 else bool(truncated)
+        labels.append(TrajectoryLabels(name, group, task, moment, discount, cut))
     return tuple(labels)

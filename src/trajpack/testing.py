@@ -15,6 +15,7 @@ import torch
 from trajpack.kernels.runs import RUN_WIDTH, Run
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.optional import require
+from trajpack.packing.turn_fields import STOP_REASONS
 from trajpack.packing.types import Trajectory, Turn, VersionSpan
 
 if TYPE_CHECKING:
@@ -170,6 +171,7 @@ def trajectories(name: str | None = None) -> st.SearchStrategy[Trajectory]:
             version_start=start,
             version_end=spans[-1].version if spans else start + draw(st.integers(0, 2)),
             version_spans=spans,
+            stop_reason=draw(st.sampled_from(STOP_REASONS)),
         )
 
     @st.composite
@@ -189,6 +191,7 @@ def trajectories(name: str | None = None) -> st.SearchStrategy[Trajectory]:
             turn_discount=draw(st.sampled_from([0.0, 0.5, 0.9, 1.0])),
             task_id=draw(st.none() | st.integers(0, 9)),
             birth_time_ms=draw(st.none() | st.integers(0, 2**45)),
+            truncated=draw(st.none() | st.booleans()),
         )
 
     return trajectory()

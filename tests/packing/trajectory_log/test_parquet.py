@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,8 +21,9 @@ def test_export_as_parquet(tmp_path):
     spans = [VersionSpan(1, 0, 1), VersionSpan(2, 1, 2)]
     first = Turn([1, 2], [3, 4], [-0.5, -1.0], 0.25, True, 1, 2, spans, {"v": [0.5, 1.5]})
     second = Turn([1, 2, 3, 4, 5], [6], [-2.0], version_start=2, version_end=2, fields={"v": [2.5]})
+    turns = [first, replace(second, stop_reason="length")]
     with begin(tmp_path / "episodes", fields=[field]) as log:
-        log.append("a", [Trajectory("\ud800", [first, second], None, 0.5, None, 7)])
+        log.append("a", [Trajectory("\ud800", turns, None, 0.5, None, 7, False)])
         log.append("b", [], error="gone")
         log.append("waiting", [])
         with pytest.raises(ValueError, match=r"compression_level must be in \[1, 22\], got 99"):
@@ -39,7 +41,8 @@ def test_export_as_parquet(tmp_path):
         "task_id": [None], "birth_time_ms": [7], "turn_discount": [0.5], "num_turns": [2],
         "chain_size": [6], "token_ids": [1, 2, 3, 4, 5, 6], "turn_chain": [0, 0],
         "turn_begin": [2, 5], "turn_size": [2, 1], "turn_reward": [0.25, 0.0],
-        "turn_truncated": [True, False], "turn_version_start": [1, 2],
+        "truncated": [False], "turn_stop_reason": [0, 2], "turn_truncated": [True, False],
+        "turn_version_start": [1, 2],
         "turn_version_end": [2, 2], "turn_num_spans": [2, 0], "span_version": [1, 2],
         "span_start": [0, 1], "span_end": [1, 2], "rollout_logprobs": [-0.5, -1.0, -2.0],
         "field_0": np.array([0.5, 1.5, 2.5], np.float32).tobytes(),

@@ -34,7 +34,9 @@ def with_fields(one, num_tokens):
 SPANS = [VersionSpan(0, 0, 1), VersionSpan(1, 1, 2)]
 TRAJECTORIES = [
     Trajectory("e", [
-        with_fields(Turn([1, 2, 3], [4, 5], [-0.1, -0.2], version_end=1, version_spans=SPANS), 5),
+        with_fields(Turn(
+            [1, 2, 3], [4, 5], [-0.1, -0.2], version_end=1, version_spans=SPANS, stop_reason="tool"
+        ), 5),
         with_fields(turn((1, 2, 3, 4, 5, 6), (7,), version_start=1, version_end=1), 7),
     ], "g", 0.5, 3),
     Trajectory("e2", [with_fields(turn((9,), (8,)), 2)], birth_time_ms=-(2**63)),
@@ -65,7 +67,7 @@ def test_a_failure_has_a_record_too():
         assert (back.episode, back.error, back.arrays.trajectories()) == ("e", error, [])
 
 
-TURNS = [(0, 3, 2, 0, 0, 1, 2), (0, 6, 1, 0, 1, 1, 0), (1, 1, 1, 0, 0, 0, 0)]
+TURNS = [(0, 3, 2, 0, 0, 1, 2, 3), (0, 6, 1, 0, 1, 1, 0, 0), (1, 1, 1, 0, 0, 0, 0, 0)]
 
 
 def with_turn(number, **changes):
@@ -79,8 +81,9 @@ WRONG = [
     *(("turns", with_turn(0, **{name: value})) for name, value in (
         ("chain", -1), ("chain", 5), ("chain", 1), ("begin", -2), ("begin", 100), ("begin", 0),
         ("begin", 2**31 - 1), ("size", -1), ("size", 2**31 - 1), ("size", 1), ("truncated", 2),
-        ("truncated", -1), ("version_start", -5), ("version_start", 2), ("version_end", 2),
-        ("num_spans", -1), ("num_spans", 2**31 - 1), ("num_spans", 0), ("num_spans", 1),
+        ("truncated", -1), ("stop_reason", 6), ("version_start", -5), ("version_start", 2),
+        ("version_end", 2), ("num_spans", -1), ("num_spans", 2**31 - 1), ("num_spans", 0),
+        ("num_spans", 1),
     )),
     ("turns", with_turn(1, num_spans=2)), ("turns", TURNS[:2]), ("turns", []),
     ("num_turns", [2, 2]), ("num_turns", [0, 3]), ("num_turns", [-1, 4]), 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import builtins
 import inspect
 import os
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -20,15 +21,8 @@ RunProgram = Callable[[str, str], Awaitable[tuple[str, str]]]
 run, and stops the program when it is cancelled."""
 
 _MAX_ANSWER_CHARS = 65_536
-_EXITED, _NO_CODE, _PASSED, _WRONG = "exited", "no_code", "passed", "wrong"
-_COLLECTIONS: dict[str, Callable[[Any], Any]] = {
-    "set": set,
-    "frozenset": frozenset,
-    "tuple": tuple,
-    "list": list,
-    "sorted": sorted,
-}
-_PYTHON = ("", "python", "python3", "py")
+_COLLECTIONS = {"set", "frozenset", "tuple", "list", "sorted"}
+_PYTHON = {"", "python", "python3", "py"}
 _FENCE = "```"
 
 
@@ -40,16 +34,14 @@ class CodeProblem:
         id: Unique among the problems used together.
         inputs: Pairs of a standard input and the standard output expected for it; spaces and empty
             lines at ends do not count.
-        asserts: Assertions about the program's functions, ``assert EXPRESSION == VALUE`` or
-            ``assert [not] NAME(VALUE, ...)``, where a value is a literal, or ``set``,
-            ``frozenset``, ``tuple``, ``list`` or ``sorted`` of one. The expression is evaluated
-            after the program, and its value is compared as Python does; a value that is of no
-            built-in type equals none.
+        asserts: Assertions about the program's functions, ``assert EXPRESSION == VALUE``, where
+            the value is a literal, or ``set``, ``frozenset``, ``tuple``, ``list`` or ``sorted`` of
+            one. The expression is evaluated after the program; a value that is of no built-in type
+            equals none.
         setup: Python code that runs before the answer in each case, such as imports.
 
     Raises:
-        ValueError: If there are no cases, or an assertion has another form. It could be checked
-            only in the program's process, where the program could read the expected value.
+        ValueError: If there are no cases, or an assertion has another form.
     """
 
     id: str
@@ -66,17 +58,92 @@ class CodeProblem:
             _split(text)
 
 
+class CodeEnvironment(JudgingEnvironment[CodeProblem]):
+    """Judges the last fenced Python block of an answer by the cases of its problem.
+
+    Each case is a program of its own. Expected results stay in this process: a program cannot read
+    them, and its output is compared, never run or parsed.
+
+    ``info`` of a step has for each answer ``fraction_passed`` and ``outcomes``, a word for each
+    case, inputs first: ``"passed"``, ``"wrong"``, ``"no_code"``, or the outcome of a program that
+    failed.
+
+    Args:
+        problems: All problems of the rollout.
+        run_program: Runs one program: ``await run_program(program, stdin)`` returns
+            ``(outcome, output)``, as a `BubblewrapRunner` does, which is the default.
+        workers: Programs that run at the same time; the number of cores if None.
+
+    Raises:
+        ValueError: If an id appears twice or ``workers`` is not positive.
+        SetupError: If ``run_program`` is None and bubblewrap is missing or forbidden here.
+    """
+
+    def __init__(
+        self,
+        problems: Iterable[CodeProblem],
+        *,
+        run_program: RunProgram | None = None,
+        workers: int | None = None,
+    ) -> None:
+        workers = workers if workers is not None else os.cpu_count() or 1
+        if workers < 1:
+            raise ValueError(f"workers must be at least 1, got {workers}")
+        super().__init__(problems, "problem")
+        self._run_program = BubblewrapRunner() if run_program is None else run_program
+        self._idle = asyncio.Semaphore(workers)
+
+    async def _judge(
+        self, asked: CodeProblem, qid: str, answers: Sequence[str]
+    ) -> tuple[list[bool], dict[str, Any]]:
+        outcomes = []
+        for answer in answers:
+            code = last_code_block(answer[-_MAX_ANSWER_CHARS:])
+            cases = _cases(asked, code or "")
+            runs = [] if code is None else [self._run(case) for case in cases]
+            outcomes.append(await asyncio.gather(*runs) or ["no_code"] * len(cases))
+        fractions = [words.count("passed") / len(words) for words in outcomes]
+        info = {"fraction_passed": fractions, "outcomes": outcomes}
+        return [fraction == 1 for fraction in fractions], info
+
+    async def _run(self, case: _Case) -> str:
+        async with self._idle:
+            try:
+                outcome, output = await self._run_program(case.program, case.stdin)
+            except Exception as error:
+                raise RuntimeError(f"step: a program was not run: {error}") from error
+        if outcome != "exited":
+            return outcome
+        return "passed" if _lines(output) == _lines(case.expected) else "wrong"
+
+
+def last_code_block(text: str) -> str | None:
+    r"""Return the last fenced block whose language is Python or not given; None without one.
+
+    A fence is a line that begins with three backquotes. An unclosed block ends with the text.
+
+    Example:
+        >>> last_code_block("So:\n```python\nprint(1)\n```\nor\n```bash\nls\n```")
+        'print(1)'
+        >>> last_code_block("There is none.") is None
+        True
+    """
+    found, language, begin = None, None, 0
+    lines = [*text.split("\n"), _FENCE]
+    for number, line in enumerate(lines):
+        mark = line.strip()
+        if language is None and mark.startswith(_FENCE):
+            language, begin = "".join(mark.strip("`").lower().split()[:1]), number + 1
+        elif language is not None and mark == _FENCE:
+            found = "\n".join(lines[begin:number]) if language in _PYTHON else found
+            language = None
+    return found
+
+
 class _Case(NamedTuple):
     program: str
     stdin: str
     expected: str
-
-    def is_met_by(self, output: str) -> bool:
-        return _lines(output) == _lines(self.expected)
-
-
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
 def _cases(problem: CodeProblem, code: str) -> list[_Case]:
@@ -89,24 +156,25 @@ def _cases(problem: CodeProblem, code: str) -> list[_Case]:
     return cases
 
 
-def canonical(value: Any) -> str:
-    """Return a text that is equal for equal values and differs for others.
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().split("\n")]
 
-    As in Python, numbers of different types can be equal, and sets and mappings have no order. A
-    value that is of no built-in type becomes the name of its type.
+
+def canonical(value: Any) -> str:
+    """Return a text that is equal for equal values, as Python compares them, and else differs.
+
+    A value that is of no built-in type becomes the name of its type.
 
     Example:
         >>> canonical([1, 2.0, True]), canonical({"b": None, "a": (1.5,)})
         ('[0x1, 0x2, 0x1]', "{'a': (1.5), 'b': None}")
-        >>> canonical([1]) == canonical((1,)), canonical({2, 1}) == canonical(frozenset({1, 2}))
-        (False, True)
     """
     if isinstance(value, dict):
         pairs = [f"{canonical(key)}: {canonical(value[key])}" for key in value]
         return f"{{{', '.join(sorted(pairs))}}}"
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, (list, tuple, set, frozenset)):
         items = [canonical(item) for item in value]
-        if isinstance(value, set | frozenset):
+        if isinstance(value, (set, frozenset)):
             return f"set({', '.join(sorted(items))})"
         return f"[{', '.join(items)}]" if isinstance(value, list) else f"({', '.join(items)})"
     if isinstance(value, complex) and value.imag == 0:
@@ -138,131 +206,20 @@ def _show_value(code, expression):
 
 
 def _split(text: str) -> tuple[str, Any]:
-    """Return the expression of an assertion and the value expected of it.
-
-    Raises:
-        ValueError: If the value is not a literal.
-    """
+    """Return the expression of an assertion and the value expected of it."""
     try:
-        (statement,) = ast.parse(text.strip()).body
-        match statement:
-            case ast.Assert(ast.Compare(left, [ast.Eq() | ast.Is()], [right])):
+        match ast.parse(text.strip()).body:
+            case [ast.Assert(ast.Compare(left, [ast.Eq() | ast.Is()], [right]))]:
                 return ast.unparse(left), _value(right)
-            case ast.Assert(ast.UnaryOp(ast.Not(), ast.Call() as call)):
-                return _truth_of(call), False
-            case ast.Assert(ast.Call() as call):
-                return _truth_of(call), True
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         pass
-    raise ValueError(
-        "asserts: expected 'assert EXPRESSION == VALUE' or 'assert [not] NAME(VALUE, ...)'"
-        f", got {text!r:.120}"
-    )
-
-
-def _truth_of(call: ast.Call) -> str:
-    if not isinstance(call.func, ast.Name):
-        raise ValueError("not a call of a name")
-    for argument in (*call.args, *(keyword.value for keyword in call.keywords)):
-        _value(argument)
-    return f"bool({ast.unparse(call)})"
+    raise ValueError(f"asserts: expected 'assert EXPRESSION == VALUE', got {text!r:.120}")
 
 
 def _value(node: ast.expr) -> Any:
     if any(isinstance(part, ast.Constant) and part.value is ... for part in ast.walk(node)):
         raise ValueError("an ellipsis is compared with nothing")
     match node:
-        case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]):
-            if name in _COLLECTIONS:
-                return _COLLECTIONS[name](ast.literal_eval(argument))
+        case ast.Call(ast.Name(name), [argument], []) if name in _COLLECTIONS:
+            return getattr(builtins, name)(ast.literal_eval(argument))
     return ast.literal_eval(node)
-
-
-def last_code_block(text: str) -> str | None:
-    r"""Return the last fenced block whose language is Python or not given; None without one.
-
-    A fence is a line that begins with three backquotes. An unclosed block ends with the text.
-
-    Example:
-        >>> last_code_block("So:\n```python\nprint(1)\n```\nor\n```bash\nls\n```")
-        'print(1)'
-        >>> last_code_block("There is none.") is None
-        True
-    """
-    found, language, begin = None, None, 0
-    lines = text.split("\n")
-    for number, line in enumerate(lines):
-        mark = line.strip()
-        if language is None and mark.startswith(_FENCE):
-            words = mark.strip("`").lower().split()
-            language, begin = words[0] if words else "", number + 1
-        elif language is not None and mark == _FENCE:
-            found = "\n".join(lines[begin:number]) if language in _PYTHON else found
-            language = None
-    return "\n".join(lines[begin:]) if language in _PYTHON else found
-
-
-class CodeEnvironment(JudgingEnvironment[CodeProblem]):
-    r"""Judges the last fenced Python block of an answer by the cases of its problem.
-
-    An action is ``(qid, answers)``, where ``qid`` is a problem's id, or one followed by ``@`` and
-    anything without another ``@``. One environment serves any number of episodes at once.
-
-    Each case is a program of its own. Expected results stay in this process: a program cannot read
-    them, and its output is compared, never run or parsed. Programs of a cancelled step are
-    cancelled.
-
-    ``info`` of a step has for each answer ``fraction_passed`` and ``outcomes``, a word for each
-    case, inputs first: ``"passed"``, ``"wrong"``, ``"no_code"``, or the outcome of
-    a program that failed.
-
-    Args:
-        problems: All problems of the rollout.
-        run_program: Runs one program: ``await run_program(program, stdin)`` returns
-            ``(outcome, output)``, as a `BubblewrapRunner` does, which is the default.
-        workers: Programs that run at the same time; the number of cores if None.
-
-    Raises:
-        ValueError: If an id appears twice or ``workers`` is not positive.
-        SetupError: If ``run_program`` is None and bubblewrap is missing or forbidden here.
-    """
-
-    def __init__(
-        self,
-        problems: Iterable[CodeProblem],
-        *,
-        run_program: RunProgram | None = None,
-        workers: int | None = None,
-    ) -> None:
-        workers = workers if workers is not None else os.cpu_count() or 1
-        if workers < 1:
-            raise ValueError(f"workers must be at least 1, got {workers}")
-        super().__init__(problems, "problem")
-        self._run_program = BubblewrapRunner() if run_program is None else run_program
-        self._idle = asyncio.Semaphore(workers)
-
-    async def _judge(
-        self, asked: CodeProblem, qid: str, answers: Sequence[str]
-    ) -> tuple[list[bool], dict[str, Any]]:
-        outcomes = [await self._outcomes(asked, answer) for answer in answers]
-        fractions = [words.count(_PASSED) / len(words) for words in outcomes]
-        info = {"fraction_passed": fractions, "outcomes": outcomes}
-        return [fraction == 1 for fraction in fractions], info
-
-    async def _outcomes(self, problem: CodeProblem, answer: str) -> list[str]:
-        """Return the outcome of each case."""
-        code = last_code_block(answer[-_MAX_ANSWER_CHARS:])
-        cases = _cases(problem, code or "")
-        if code is None:
-            return [_NO_CODE] * len(cases)
-        return await asyncio.gather(*(self._try(case) for case in cases))
-
-    async def _try(self, case: _Case) -> str:
-        async with self._idle:
-            try:
-                outcome, output = await self._run_program(case.program, case.stdin)
-            except Exception as error:
-                raise RuntimeError(f"step: a program was not run: {error}") from error
-        if outcome != _EXITED:
-            return outcome
-        return _PASSED if case.is_met_by(output) else _WRONG

@@ -6,25 +6,24 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from trajpack.agent.agents.environment_agent import Closing, Opening
 from trajpack.agent.blocking_work import contained
 from trajpack.agent.seeding import derive_seed
 
 _T = TypeVar("_T")
+_Step = tuple[Any, list[float], bool, bool, dict[str, Any]]
 
 
-@dataclass(eq=False)
 class _Instance:
     """One Gymnasium environment, used by at most one episode at a time."""
 
     env: Any = None
-    work: Future[Any] = field(default_factory=Future)
+    """None before it is made, and after it has raised."""
+    work: Future[Any]
     """Future of the last call."""
-    observation: str = ""
-    has_failed: bool = False
+    observation = ""
 
 
 class GymnasiumEnvironment:
@@ -78,9 +77,7 @@ class GymnasiumEnvironment:
         """Has no effect: an `Opening` starts an episode, since it has the episode's name."""
         return None, {}
 
-    async def step(
-        self, action: Opening | Closing | tuple[str, Sequence[str]]
-    ) -> tuple[Any, list[float], bool, bool, dict[str, Any]]:
+    async def step(self, action: Opening | Closing | tuple[str, Sequence[str]]) -> _Step:
         """Open, step or close an episode.
 
         Returns:
@@ -89,8 +86,7 @@ class GymnasiumEnvironment:
             ``{"invalid_action": True}`` where the text was no action.
 
         Raises:
-            ValueError: If no episode has this ``qid``, or there is not exactly one text.
-            TypeError: If the text is not a string.
+            ValueError: If no episode has this ``qid``, or the answers are not a list of one text.
             RuntimeError: If the environment is closed.
             Exception: Any exception of the instance.
         """
@@ -104,11 +100,10 @@ class GymnasiumEnvironment:
         qid, texts = action
         if qid not in self._episodes:
             raise ValueError(f"step: no episode {qid!r} is open")
-        if len(texts) != 1 or isinstance(texts, str):
-            raise ValueError(f"step: expected a list of one text for {qid!r}, got {len(texts)}")
-        if not isinstance(texts[0], str):
-            raise TypeError(f"step: expected a str for {qid!r}, got {type(texts[0]).__name__}")
-        return await self._act(self._episodes[qid], texts[0])
+        match texts:
+            case [str(text)]:
+                return await self._act(self._episodes[qid], text)
+        raise ValueError(f"step: expected a list of one text for {qid!r}, got {texts!r:.80}")
 
     async def close(self) -> None:
         """Wait for the steps in progress and close all instances."""
@@ -116,25 +111,24 @@ class GymnasiumEnvironment:
         for qid in list(self._episodes):
             self._give_back(qid)
         await asyncio.to_thread(self._threads.shutdown)
-        idle, self._idle = self._idle, []
         closing = contextlib.ExitStack()  # closes all, and raises one of their errors
-        for instance in idle:
-            closing.callback(instance.env.close)
+        while self._idle:
+            closing.callback(self._idle.pop().env.close)
         await asyncio.to_thread(contained(closing.close))
 
-    async def __aenter__(self) -> GymnasiumEnvironment:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
-    async def _open(self, opening: Opening) -> tuple[str, list[float], bool, bool, dict[str, Any]]:
+    async def _open(self, opening: Opening) -> _Step:
         qid, seed = opening
         self._give_back(qid)
         seed = derive_seed(self._seed, qid) if seed is None else seed
         instance = self._episodes[qid] = self._idle.pop() if self._idle else _Instance()
 
-        def begin() -> tuple[Any, dict[str, Any]]:
+        def begin() -> tuple[str, dict[str, Any]]:
             if instance.env is None:
                 instance.env = self._make_env()
             observation, info = instance.env.reset(seed=seed)
@@ -143,32 +137,30 @@ class GymnasiumEnvironment:
         instance.observation, info = await self._call(instance, begin)
         return instance.observation, [], False, False, info
 
-    async def _act(
-        self, instance: _Instance, text: str
-    ) -> tuple[str, list[float], bool, bool, dict[str, Any]]:
+    async def _act(self, instance: _Instance, text: str) -> _Step:
         try:
             action = self._to_action(text)
         except ValueError:
             seen = f"That is no action.\n{instance.observation}"
             return seen, [self._invalid_reward], False, False, {"invalid_action": True}
 
-        def act() -> tuple[str, float, bool, bool, dict[str, Any]]:
+        def act() -> _Step:
             observation, reward, terminated, truncated, info = instance.env.step(action)
             seen = self._to_text(observation)
-            return seen, float(reward), bool(terminated), bool(truncated), dict(info)
+            return seen, [float(reward)], bool(terminated), bool(truncated), dict(info)
 
-        seen, reward, terminated, truncated, info = await self._call(instance, act)
-        instance.observation = seen
-        return seen, [reward], terminated, truncated, info
+        step = await self._call(instance, act)
+        instance.observation = step[0]
+        return step
 
     async def _call(self, instance: _Instance, work: Callable[[], _T]) -> _T:
         def call() -> _T:
             try:
                 return work()
             except BaseException:
-                instance.has_failed = True
+                env, instance.env = instance.env, None
                 with contextlib.suppress(Exception):
-                    instance.env.close()
+                    env.close()
                 raise
 
         instance.work = future = self._threads.submit(contained(call))
@@ -179,7 +171,7 @@ class GymnasiumEnvironment:
         instance = self._episodes.pop(qid, None)
 
         def keep(_: Future[Any]) -> None:  # in any thread; `list.append` is atomic
-            if instance is not None and instance.env is not None and not instance.has_failed:
+            if instance is not None and instance.env is not None:
                 self._idle.append(instance)
 
         if instance is not None:

@@ -20,18 +20,15 @@ class JudgingEnvironment(ABC, Generic[T]):
 
     An action is ``(qid, answers)``, where ``qid`` is the id of a question, or one followed by ``@``
     and anything without another ``@``.
-
-    Raises:
-        ValueError: If an id appears twice.
     """
 
     def __init__(self, asked: Iterable[T], kind: str) -> None:
         self._kind = kind
         self._by_id: dict[str, T] = {}
-        for one in asked:
-            if one.id in self._by_id:
-                raise ValueError(f"{kind} id {one.id!r} appears twice")
-            self._by_id[one.id] = one
+        for question in asked:
+            if question.id in self._by_id:
+                raise ValueError(f"{kind} id {question.id!r} appears twice")
+            self._by_id[question.id] = question
 
     async def reset(self) -> tuple[None, dict[str, Any]]:
         """Start an episode; has no effect."""
@@ -52,12 +49,12 @@ class JudgingEnvironment(ABC, Generic[T]):
             RuntimeError: If an answer could not be judged; not a verdict on the answer.
         """
         qid, answers = action
-        found = self._by_id.get(qid, self._by_id.get(qid.rpartition("@")[0]))
-        if found is None:
+        asked = self._by_id.get(qid, self._by_id.get(qid.rpartition("@")[0]))
+        if asked is None:
             raise ValueError(f"step: no {self._kind} has the id {qid!r}")
         if isinstance(answers, str) or not all(isinstance(answer, str) for answer in answers):
             raise TypeError(f"step: the answers to {qid!r} must be a list of strings")
-        successes, info = await self._judge(found, qid, answers)
+        successes, info = await self._judge(asked, qid, answers)
         return None, successes, True, False, info
 
     async def close(self) -> None:

@@ -18,11 +18,6 @@ from trajpack.packing.representation import brief_repr
 Message: TypeAlias = Mapping[str, str]
 """Message of a chat: ``role`` and ``content``."""
 
-DEFAULT_TASK = "chain_sum"
-"""Default reasoning-gym task: sums and differences of integers."""
-
-_LARGEST = 9  # so that an answer is one digit and one token
-
 
 @dataclass(frozen=True)
 class Question:
@@ -58,9 +53,9 @@ def load_questions(path: str | os.PathLike[str], limit: int | None = None) -> li
     A line has a question: ``question``, ``prompt`` or ``messages``, a string or a list of chat
     messages. It has accepted answers: ``solutions``, a list of strings, or ``answer``. An
     ``answer`` is a number, a string without spaces, or a text with the final answer after
-    ``####``, GSM8K's form. ``query_id`` or ``id`` (a string or an integer) and ``task_id`` (an
-    integer) are optional; a question without id is called after the file and the line,
-    ``gsm8k_test-1``. Blank lines are skipped.
+    ``####``, GSM8K's form. ``query_id`` or ``id`` and ``task_id`` (an integer) are optional; a
+    question without id is called after the file and the line, ``gsm8k_test-1``. Blank lines are
+    skipped.
 
     Args:
         path: Path of the file.
@@ -69,7 +64,7 @@ def load_questions(path: str | os.PathLike[str], limit: int | None = None) -> li
     Raises:
         ValueError: If a line is malformed (with file and line number), the file has no question, or
             the limit is not positive.
-        OSError: If the file cannot be read, `FileNotFoundError` if it does not exist.
+        OSError: If the file cannot be read.
 
     Example:
         >>> import tempfile
@@ -82,24 +77,77 @@ def load_questions(path: str | os.PathLike[str], limit: int | None = None) -> li
     if limit is not None and limit < 1:
         raise ValueError(f"load_questions: limit must be at least 1, got {limit}")
     path = Path(path)
-    questions: dict[str, tuple[Question, int]] = {}
+    questions: dict[str, Question] = {}
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
-                question = _parse(line, default_id=f"{path.stem}-{number}")
+                question = _parse(json.loads(line.decode("utf-8-sig")), f"{path.stem}-{number}")
                 if question.id in questions:
-                    first = questions[question.id][1]
-                    raise ValueError(f"id {question.id!r} is taken by line {first}")
+                    raise ValueError(f"id {question.id!r} is taken by an earlier line")
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
-            questions[question.id] = question, number
+            questions[question.id] = question
             if len(questions) == limit:
                 break
     if not questions:
         raise ValueError(f"{path}: no question in this file")
-    return [question for question, _ in questions.values()]
+    return list(questions.values())
+
+
+def _parse(fields: Any, default_id: str) -> Question:
+    match fields:
+        case {"question": asked} | {"prompt": asked} | {"messages": asked}:
+            messages = _messages(asked)
+        case _:
+            raise ValueError(f"expected 'question', 'prompt' or 'messages', got {fields!r:.120}")
+    match fields:
+        case {"solutions": [_, *_] as texts}:
+            solutions = tuple(_text(text) for text in texts)
+        case {"answer": int() | float() as number} if not isinstance(number, bool):
+            solutions = (str(number),)
+        case {"answer": str(text)}:
+            solutions = (_final_answer(text),)
+        case _:
+            raise ValueError(f"expected 'answer', or 'solutions', a list, got {fields!r:.120}")
+    id, task_id = fields.get("query_id", fields.get("id", default_id)), fields.get("task_id")
+    if type(id) not in (str, int) or (task_id is not None and type(task_id) is not int):
+        raise ValueError(f"id must be a name and task_id an integer, got {id!r} and {task_id!r}")
+    return Question(_text(str(id)), messages, solutions, task_id)
+
+
+def _messages(asked: Any) -> tuple[Message, ...]:
+    if isinstance(asked, str):
+        return _asked_by_user(_text(asked))
+    if not isinstance(asked, list) or not all(isinstance(message, dict) for message in asked):
+        raise ValueError(f"expected a text or a list of messages, got {asked!r:.120}")
+    messages = tuple(
+        {key: _text(message.get(key)) for key in ("role", "content")} for message in asked
+    )
+    if not messages or messages[-1]["role"] == "assistant":
+        raise ValueError(f"expected messages that end with a question, got {asked!r:.120}")
+    return messages
+
+
+def _asked_by_user(text: str) -> tuple[Message, ...]:
+    return ({"role": "user", "content": text},)
+
+
+def _final_answer(text: str) -> str:
+    _, mark, final = text.rpartition("####")
+    if not mark and len(text.split()) > 1:
+        raise ValueError(
+            "answer has several words and no final answer after '####'; a whole text goes into "
+            f"solutions, a list of strings; got {text!r:.80}"
+        )
+    return _text(final.strip())
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"expected a string that is not empty, got {value!r:.80}")
+    return value
 
 
 def arithmetic_questions(size: int, seed: int) -> list[Question]:
@@ -109,29 +157,25 @@ def arithmetic_questions(size: int, seed: int) -> list[Question]:
         ValueError: If ``size`` is not positive.
 
     Example:
-        >>> [(one.id, one.text, one.solutions) for one in arithmetic_questions(2, seed=0)]
+        >>> [(asked.id, asked.text, asked.solutions) for asked in arithmetic_questions(2, seed=0)]
         [('sum-0', '4+4', ('8',)), ('sum-1', '2+5', ('7',))]
     """
     if size < 1:
         raise ValueError(f"arithmetic_questions: size must be at least 1, got {size}")
     draw = np.random.default_rng(seed)
-    sums = draw.integers(2, _LARGEST + 1, size)
+    sums = draw.integers(2, 10, size)  # so that an answer is one digit and one token
     lefts = draw.integers(1, sums)
     return [
-        Question(
-            id=f"sum-{index}",
-            messages=({"role": "user", "content": f"{left}+{total - left}"},),
-            solutions=(str(total),),
-        )
-        for index, (left, total) in enumerate(zip(lefts.tolist(), sums.tolist(), strict=True))
+        Question(f"sum-{i}", _asked_by_user(f"{left}+{total - left}"), (str(total),))
+        for i, (left, total) in enumerate(zip(lefts.tolist(), sums.tolist(), strict=True))
     ]
 
 
-def reasoning_gym_questions(name: str = DEFAULT_TASK, *, size: int, seed: int) -> list[Question]:
+def reasoning_gym_questions(name: str = "chain_sum", *, size: int, seed: int) -> list[Question]:
     """Generate questions of one reasoning-gym task.
 
     Args:
-        name: Task, as reasoning-gym names it.
+        name: Task, as reasoning-gym names it; the default has sums and differences of integers.
         size: Number of questions.
         seed: Equal seeds give equal questions.
 
@@ -143,16 +187,15 @@ def reasoning_gym_questions(name: str = DEFAULT_TASK, *, size: int, seed: int) -
 
     if size < 1:
         raise ValueError(f"reasoning_gym_questions: size must be at least 1, got {size}")
-    entries = create_dataset(name, size=size, seed=seed)
     return [
         Question(
-            id=f"{name}-{seed}-{i}",
-            messages=({"role": "user", "content": entry["question"]},),
-            solutions=() if entry["answer"] is None else (str(entry["answer"]),),
+            f"{name}-{seed}-{i}",
+            _asked_by_user(entry["question"]),
+            () if entry["answer"] is None else (str(entry["answer"]),),
             gym_task=name,
             gym_entry=entry,
         )
-        for i, entry in enumerate(entries)
+        for i, entry in enumerate(create_dataset(name, size=size, seed=seed))
     ]
 
 
@@ -162,9 +205,6 @@ class ExactAnswerEnvironment(JudgingEnvironment[Question]):
     Surrounding space is ignored, and ``info`` of a step is empty. `MathVerifyEnvironment` compares
     answers of any form, at the cost of a process; it accepts ``2+3`` as the value of ``2+3``, which
     a trained policy exploits.
-
-    An action is ``(qid, answers)``, where ``qid`` is a question's id, or one followed by ``@`` and
-    anything without another ``@``. One environment serves any number of episodes at once.
 
     Args:
         questions: All questions of the rollout, with at least one solution each.
@@ -184,68 +224,3 @@ class ExactAnswerEnvironment(JudgingEnvironment[Question]):
     ) -> tuple[list[bool], dict[str, Any]]:
         solutions = {solution.strip() for solution in asked.solutions}
         return [answer.strip() in solutions for answer in answers], {}
-
-
-def _parse(line: bytes, default_id: str) -> Question:
-    try:
-        fields = json.loads(line.rstrip().decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8: {error.reason} at byte {error.start}") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"expected an object, got {type(fields).__name__}")
-    name = next((name for name in ("question", "prompt", "messages") if name in fields), None)
-    if name is None or not {"answer", "solutions"} & fields.keys():
-        raise ValueError(
-            "expected 'question', 'prompt' or 'messages', and 'answer' or 'solutions', got "
-            f"{', '.join(map(repr, fields)) or 'no fields'}"
-        )
-    messages = _messages(fields[name], name)
-    if messages[-1]["role"] == "assistant":
-        raise ValueError(f"{name} must end with the question, not with an assistant's message")
-    task_id = fields.get("task_id")
-    if task_id is not None and (isinstance(task_id, bool) or not isinstance(task_id, int)):
-        raise ValueError(f"task_id must be an integer, got {task_id!r}")
-    question_id = fields.get("query_id", fields.get("id", default_id))
-    if isinstance(question_id, int) and not isinstance(question_id, bool):
-        question_id = str(question_id)
-    return Question(_text(question_id, "id"), messages, _solutions(fields), task_id)
-
-
-def _solutions(fields: Mapping[str, Any]) -> tuple[str, ...]:
-    if "solutions" in fields:
-        given = fields["solutions"]
-        if not isinstance(given, list) or not given:
-            raise ValueError(f"solutions must be a list of at least one string, got {given!r:.80}")
-        return tuple(_text(solution, "solutions") for solution in given)
-    answer = fields["answer"]
-    if isinstance(answer, int | float) and not isinstance(answer, bool):
-        return (str(answer),)
-    _, mark, final = _text(answer, "answer").rpartition("####")
-    final = final.strip()
-    if not final or (not mark and len(final.split()) > 1):
-        raise ValueError(
-            "answer has several words and no final answer after '####'; a whole text goes into "
-            f"solutions, a list of strings; got {answer!r:.80}"
-        )
-    return (final,)
-
-
-def _messages(value: Any, name: str) -> tuple[Message, ...]:
-    if not isinstance(value, list):
-        return ({"role": "user", "content": _text(value, name)},)
-    if not value:
-        raise ValueError(f"{name} has no messages")
-    if not all(isinstance(message, dict) for message in value):
-        raise ValueError(f"{name} must be a string or a list of messages")
-    return tuple(
-        {key: _text(message.get(key), f"{key} in {name}") for key in ("role", "content")}
-        for message in value
-    )
-
-
-def _text(value: Any, name: str) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{name} must be a string that is not empty, got {value!r:.80}")
-    return value

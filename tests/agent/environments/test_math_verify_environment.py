@@ -49,8 +49,8 @@ def children() -> set[str]:
 
 def worker_pid(env: MathVerifyEnvironment) -> int:
     (worker,) = env._workers
-    assert worker.pid is not None
-    return worker.pid
+    assert worker._child is not None
+    return worker._child.pid
 
 
 @pytest.mark.usefixtures("warm_judge")
@@ -95,42 +95,27 @@ def test_a_check_that_exceeds_its_time_is_reported_and_stopped() -> None:
 
 @pytest.fixture
 def use_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Have workers run lines with ``answer`` and ``is_retry`` for each request."""
+    """Have workers run a line with ``answer`` for each request."""
 
-    def use(*lines: str, start: str = "os.write(1, b'R')") -> None:
-        begin = (
-            "import os, pickle, signal, sys, time",
-            f"mark = {str(tmp_path / 'mark')!r}",
-            start,
-            "while True:",
-            "    _, _, answer, _ = pickle.load(sys.stdin.buffer)",
-            "    is_retry = os.path.exists(mark)",
-            "    open(mark, 'w').close()",
-        )
+    def use(line: str = "", start: str = "asked.send_bytes(b'R')") -> None:
         script = tmp_path / "worker.py"
-        script.write_text("\n".join([*begin, *(f"    {line}" for line in lines)]))
+        script.write_text(
+            "import os, signal, time\n"
+            "from multiprocessing.connection import Connection\n"
+            f"asked = Connection(0)\n{start}\n"
+            f"while True:\n    *_, answer, _ = asked.recv()\n    {line}\n"
+            "    asked.send_bytes(b'1')\n"
+        )
         monkeypatch.setattr(math_verify, "SCRIPT", script)
 
     return use
 
 
-EXITS, IS_KILLED = "os._exit(9)", "os.kill(os.getpid(), signal.SIGKILL)"
-SAYS_RIGHT = "os.write(1, b'1')"
-
-
-@pytest.mark.parametrize("loss", [EXITS, IS_KILLED, "os.write(1, b'?'); time.sleep(60)"])
-def test_a_check_whose_worker_is_lost_is_repeated(
+@pytest.mark.parametrize("loss", ["os._exit(9)", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_a_lost_worker_is_an_error_and_no_verdict(
     use_worker: Callable[..., None], loss: str
 ) -> None:
-    use_worker(f"if not is_retry: {loss}", SAYS_RIGHT)
-    assert step(RIGHT) == [IS_RIGHT]
-
-
-@pytest.mark.parametrize("loss", [EXITS, IS_KILLED])
-def test_two_lost_workers_are_an_error_and_no_verdict(
-    use_worker: Callable[..., None], loss: str
-) -> None:
-    use_worker(f"if answer != '18': {loss}", SAYS_RIGHT)
+    use_worker(f"if answer != '18': {loss}")
 
     async def ask() -> None:
         async with MathVerifyEnvironment([question("q", "18")]) as env:
@@ -145,11 +130,11 @@ def test_two_lost_workers_are_an_error_and_no_verdict(
     ("loss", "reported"),
     [("SIGSTOP", "timed_out"), ("SIGPROF", "timed_out"), ("SIGSEGV", "failed")],
 )
-def test_an_answer_that_its_worker_does_not_survive_is_wrong_and_not_checked_again(
+def test_an_answer_that_its_worker_does_not_survive_is_wrong(
     use_worker: Callable[..., None], loss: str, reported: str
 ) -> None:
     """Also one that runs out of wall time, as a stopped process does."""
-    use_worker(f"if not is_retry: os.kill(os.getpid(), signal.{loss})", SAYS_RIGHT)
+    use_worker(f"if answer != '18': os.kill(os.getpid(), signal.{loss})")
     wrong, right = step(("q", ["17"]), RIGHT, timeout_s=0.2)
     assert (wrong[0], wrong[1][reported]) == ([False], [True])
     assert right == IS_RIGHT
@@ -161,13 +146,18 @@ def test_a_worker_that_cannot_start_raises(use_worker: Callable[..., None]) -> N
         step(RIGHT)
 
 
+def wait_until_started(env: MathVerifyEnvironment) -> None:
+    while env._workers[0]._child is None:
+        time.sleep(0.01)
+
+
 def test_closing_while_a_worker_starts_is_reported(use_worker: Callable[..., None]) -> None:
     use_worker(start="time.sleep(60)")
 
     async def ask() -> None:
-        env = MathVerifyEnvironment([question("q", "18")])
+        env = MathVerifyEnvironment([question("q", "18")], workers=1)
         waiting = asyncio.ensure_future(env.step(RIGHT))
-        await asyncio.sleep(0.2)
+        await asyncio.to_thread(wait_until_started, env)
         await env.close()
         with pytest.raises(RuntimeError, match="the environment is closed"):
             await waiting
@@ -292,8 +282,8 @@ def test_a_scorer_still_judges_another_form_of_the_answer(
         *((text, True) for text in ["-1.5", "1,234", "2*x**3 + C", "sin(x)^2", "3.0i", "x = 3"]),
         *((text, True) for text in ["0x5b993", "1.7e-22", "(4.051, -5.487)", ".5", "00:34:28"]),
         *((text, False) for text in ["", "x.y", "(1).x", "1 .x", "x1", "a_b", "'a'", "eval(x)"]),
-        *((text, False) for text in ["f\n(x)", "[1]", "{1}", "x; y", "lambda x: x", "@", "(" * 51]),
-        *((text, False) for text in ["\uff45xp", "\u00b2", "\\x", "`x`", "#", ")("]),
+        *((text, False) for text in ["f\n(x)", "[1]", "{1}", "x; y", "lambda x: x", "@"]),
+        *((text, False) for text in ["\uff45xp", "\u00b2", "\\x", "`x`", "#"]),
         ("1" * 1001, False),
     ],
 )
@@ -359,7 +349,6 @@ def refused(*questions: Question, **options: Any) -> Any:
         (refused(workers=0), ValueError, "workers must be at least 1, got 0"),
         (refused(timeout_s=math.nan), ValueError, "timeout_s must be positive and finite, got nan"),
         (refused(question("q", "1"), question("q", "2")), ValueError, "id 'q' appears twice"),
-        (refused(question("a@0", "1"), question("a", "2")), ValueError, "'a@0' might be .* 'a'"),
         (
             refused(*reasoning_gym_questions("coin_flip", size=1, seed=1)),
             ValueError,

@@ -114,7 +114,7 @@ def test_no_scorer_of_reasoning_gym_runs_an_answer(
 ) -> None:
     from reasoning_gym.factory import DATASETS
 
-    tasks = sorted(DATASETS.keys() - {"composite", *math_verify._LENIENT})
+    tasks = sorted(DATASETS.keys() - {"composite", *math_verify.LENIENT})
     mark = tmp_path / "mark"
     codes = injections(mark)[:6]
     hostile = [*codes, f"\\boxed{{{codes[0]}}}"]
@@ -145,15 +145,15 @@ def test_scorers_that_give_a_wrong_number_the_full_score_are_refused(
     """A constant is right for few of a task's questions, unless most have that very answer."""
     from reasoning_gym.factory import DATASETS
 
-    tasks = sorted(DATASETS.keys() - {"composite", *math_verify._LENIENT})
+    tasks = sorted(DATASETS.keys() - {"composite", *math_verify.LENIENT})
     chosen = random.Random(SEED).sample(tasks, tries(len(tasks)))
-    for task in [*chosen, *math_verify._LENIENT]:
+    for task in [*chosen, *math_verify.LENIENT]:
         asked = reasoning_gym_questions(task, size=6, seed=2)
         wrong = [
             (question.solutions, constant)
             for question in asked
             for constant in CONSTANTS
             if constant not in question.solutions
-            and answer_worker._answer_to((), (task, question.gym_entry), constant) == b"1"
+            and answer_worker.verdict((), (task, question.gym_entry), constant) == b"1"
         ]
-        assert (len(wrong) >= 3) == (task in math_verify._LENIENT), (task, wrong)
+        assert (len(wrong) >= 3) == (task in math_verify.LENIENT), (task, wrong)

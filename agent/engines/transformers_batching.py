@@ -211,10 +211,7 @@ def silence_tracebacks() -> Callable[[], None]:
 
 
 def load_weights(
-    batching: Any,
-    model: Any,
-    state_dict: Mapping[str, torch.Tensor],
-    when_loaded: Callable[[], None],
+    batching: Any, model: Any, state_dict: Mapping[str, Any], when_loaded: Callable[[], None]
 ) -> None:
     """Copy weights into ``model`` while ``batching`` stands still between two steps.
 
@@ -222,29 +219,47 @@ def load_weights(
     goes on.
 
     Raises:
-        ValueError: If names or shapes differ from the model's; nothing is copied.
+        TypeError, ValueError: If names differ from the model's, or a value cannot be copied to its
+            weight; nothing is copied.
         RuntimeError: If generation is not running, or transformers cannot pause it.
     """
     if not hasattr(batching, "pause"):
         raise RuntimeError("weight updates in flight need transformers 5.19 or newer")
-    own = model.state_dict()  # checked first: a load that fails halfway cannot be undone
+    own = model.state_dict()  # all is checked first: a load that fails halfway cannot be undone
     unknown = sorted(set(state_dict) - set(own))
-    given = {own[name].data_ptr() for name in set(own) & set(state_dict)}
+    loaded = {own[name].data_ptr() for name in set(own) & set(state_dict)}
     missing = sorted(
-        name for name in set(own) - set(state_dict) if own[name].data_ptr() not in given
+        name for name in set(own) - set(state_dict) if own[name].data_ptr() not in loaded
     )
     if unknown or missing:
         raise ValueError(f"weights unknown to the model: {unknown}; missing: {missing}")
-    for name, tensor in state_dict.items():
-        if tensor.shape != own[name].shape:
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}, the model's is {tuple(own[name].shape)}"
-            )
+    for name, weight in state_dict.items():
+        _check_weight(name, weight, own[name])
     with batching.pause():
         model.load_state_dict(state_dict, strict=False)
         if model.device.type == "cuda":
             torch.cuda.synchronize(model.device)
         when_loaded()
+
+
+def _check_weight(name: str, weight: Any, own: torch.Tensor) -> None:
+    is_plain = (
+        isinstance(weight, torch.Tensor)
+        and type(weight.detach()) is torch.Tensor  # no subclass, such as a sharded one
+        and weight.layout is torch.strided
+        and weight.device.type != "meta"
+        and not (weight.is_nested or weight.is_quantized or weight.is_complex())
+        and (weight.numel() == 0 or weight.untyped_storage().nbytes() > 0)
+    )
+    if not is_plain:
+        got = type(weight).__name__
+        if isinstance(weight, torch.Tensor):
+            got += f" of {weight.dtype} and {weight.layout} on {weight.device}"
+        raise TypeError(f"{name} must be a dense, real torch.Tensor with memory, got {got}")
+    if weight.shape != own.shape:
+        raise ValueError(f"{name} has shape {tuple(weight.shape)}, the model's {tuple(own.shape)}")
+    if not weight.detach().to(own.dtype).isfinite().all():
+        raise ValueError(f"{name} must be finite in {own.dtype}")
 
 
 def _skip_idle_filters(processors: Any, vocabulary_size: int) -> None:

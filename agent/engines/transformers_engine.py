@@ -23,6 +23,7 @@ from trajpack.agent.engines import transformers_batching as batching
 from trajpack.agent.engines.queues import End, QueuedEngine
 from trajpack.agent.errors import GenerationError
 from trajpack.agent.protocols import GenerationOutput, GenerationRequest
+from trajpack.packing.conversion import INT32_MAX, as_integer
 from trajpack.packing.optional import require
 from trajpack.packing.text import one_line
 from trajpack.packing.types import VersionSpan
@@ -83,6 +84,9 @@ class TransformersEngine(QueuedEngine):
         require("transformers")
         batching.check_transformers()
         super().__init__()
+        version = as_integer("version", version)
+        if not 0 <= version <= INT32_MAX:
+            raise ValueError(f"version must be in [0, {INT32_MAX}], got {version}")
         self._model: Any = model
         self._tokenizer = tokenizer
         self._eos_token_ids = batching.read_eos(model, eos_token_id)
@@ -171,18 +175,19 @@ class TransformersEngine(QueuedEngine):
         is reported with the version that sampled it.
 
         Args:
-            state_dict: A tensor for every weight of the model; weights tied to another may
-                be left out. Copied before the call returns, from any device and dtype.
+            state_dict: A dense tensor for every weight of the model; weights tied to another may
+                be left out. Copied before the call returns, from any device and real dtype.
             version: Of the new weights, above the present one.
 
         Raises:
-            ValueError: If the version does not increase, or names or shapes differ from
-                the model's. The weights stay as they were.
+            TypeError, ValueError: If the version does not increase, or the names, a shape or a
+                value do not suit the model: all are checked before the first is copied.
             RuntimeError: If generation is not running, or transformers is older than 5.19.
         """
         if self._batching is None or self._end is not None:
             raise RuntimeError("update_weights: the engine is not running")
         loop = asyncio.get_running_loop()
+        version = as_integer("version", version)
         await run_to_end(lambda: self._load(state_dict, version, loop))
 
     async def __aenter__(self) -> TransformersEngine:
@@ -228,8 +233,9 @@ class TransformersEngine(QueuedEngine):
             loop.call_soon_threadsafe(setattr, self, "_reported_version", version)
 
         with self._updating:
-            if version <= self._version:
-                raise ValueError(f"version must exceed {self._version}, got {version}")
+            if not self._version < version <= INT32_MAX:
+                expected = f"exceed {self._version} and fit int32"
+                raise ValueError(f"version must {expected}, got {version}")
             batching.load_weights(self._batching, self._model, state_dict, switch)
 
     async def _watch(self) -> None:

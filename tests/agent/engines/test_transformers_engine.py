@@ -338,29 +338,48 @@ def test_spans_break_exactly_where_the_weights_changed() -> None:
         assert (output.version_start, output.version_end) == (claimed[0], claimed[-1])
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 def test_a_bad_update_changes_nothing() -> None:
     with pytest.raises(RuntimeError, match="not running"):
         asyncio.run(small_engine().update_weights({}, 1))
+    with pytest.raises(ValueError, match=r"version must be in \[0, 2147483647\], got -1"):
+        small_engine(version=-1)
     model, _ = build_tiny_model(seed=1)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     new = dict(build_tiny_model(seed=2)[0].state_dict())
-    head = "lm_head.weight"
+    last = list(new)[-1]  # a load would come to it after all others
+    weight = new[last]
+    freed = weight.clone()
+    freed.untyped_storage().resize_(0)
+    bad: list[tuple[Any, Any, type[Exception], str]] = [
+        (new, 3, ValueError, "exceed 3"),
+        (new, 2**40, ValueError, "fit int32"),
+        (new, 1.5, TypeError, "version must be an integer"),
+        ({**new, "extra": weight}, 4, ValueError, "unknown.*extra"),
+        ({name: new[name] for name in new if name != last}, 4, ValueError, f"missing.*{last}"),
+        ({**new, last: weight[:-1]}, 4, ValueError, r"\(383, 64\)"),
+    ]
+    values = [weight.numpy(), None, 1.0, weight.to("meta"), weight.to_sparse(), freed]
+    values += [weight.to(torch.complex64), torch.quantize_per_tensor(weight, 0.1, 0, torch.qint8)]
+    bad += [({**new, last: value}, 4, TypeError, f"{last} must be a dense") for value in values]
+    for value in (math.nan, math.inf, -1e300):
+        wrong = weight.double()
+        wrong[-1, -1] = value
+        bad.append(({**new, last: wrong}, 4, ValueError, f"{last} must be finite"))
 
     async def body() -> None:
         async with small_engine(model, version=3) as engine:
-            for weights, version, reason in (
-                (new, 3, "exceed 3"),
-                ({**new, "extra": new[head]}, 4, "unknown.*extra"),
-                ({name: new[name] for name in new if name != head}, 4, "missing.*lm_head"),
-                ({**new, head: new[head][:-1]}, 4, r"\(383, 64\)"),
-            ):
-                with pytest.raises(ValueError, match=reason):
+            for weights, version, error, reason in bad:
+                with pytest.raises(error, match=reason):
                     await engine.update_weights(weights, version)
             assert engine.version == 3
+            unchanged = model.state_dict().items()
+            assert all(torch.equal(weight, before[name]) for name, weight in unchanged)
+            await engine.update_weights({**new, last: weight.double()}, 4)
             await generate(engine, "a")
 
     asyncio.run(body())
-    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+    assert all(torch.equal(weight, new[name]) for name, weight in model.state_dict().items())
 
 
 def test_a_new_prompt_after_an_update_sees_nothing_of_the_old_weights() -> None:
@@ -492,8 +511,8 @@ def test_the_death_of_generation_reaches_every_request(caplog: pytest.LogCapture
     async def body() -> tuple[list[Reply], Reply]:
         async with small_engine(model, eos_token_id=NEVER) as engine:
             asked = [asyncio.create_task(ask(engine, str(k))) for k in range(3)]
-            broken = {name: torch.full_like(w, math.nan) for name, w in model.state_dict().items()}
-            await engine.update_weights(broken, 1)
+            with torch.no_grad():
+                model.lm_head.weight.fill_(math.nan)
             replies = await asyncio.gather(*asked, ask(engine, "last"))
             return replies, await ask(engine, "later")
 

@@ -86,6 +86,8 @@ def load_questions(path: str | os.PathLike[str], limit: int | None = None) -> li
                 question = _parse(json.loads(line.decode("utf-8-sig")), f"{path.stem}-{number}")
                 if question.id in questions:
                     raise ValueError(f"id {question.id!r} is taken by an earlier line")
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number}: not JSON: {error}") from error
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
             questions[question.id] = question

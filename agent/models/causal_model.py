@@ -10,6 +10,8 @@ from trajpack.agent.errors import SetupError
 from trajpack.packing.batch.description import counted
 from trajpack.packing.optional import require
 
+_LOCAL = {"local_files_only": True, "trust_remote_code": False}
+
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text that is not empty, or its type's name."""
@@ -29,19 +31,14 @@ def load_model(folder: str | os.PathLike[str]) -> tuple[Any, Any]:
     require("transformers")
     from transformers import AutoModelForCausalLM
 
-    folder = _check_folder(folder, "config.json", "model")
-    tokenizer = load_tokenizer(folder)
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False, output_loading_info=True
-        )
-    except Exception as error:  # a broken folder shows as an error of any kind
-        raise SetupError(f"cannot load a model from {folder}: {first_line(error)}") from error
+    model, report = _load(
+        AutoModelForCausalLM, folder, "config.json", "model", output_loading_info=True
+    )
     missing = sorted(report["missing_keys"])
     if missing:
         lacking = f"it lacks {counted(len(missing), 'weight')}, the first is {missing[0]}"
         raise SetupError(f"cannot load a model from {folder}: {lacking}")
-    return model.eval(), tokenizer
+    return model.eval(), load_tokenizer(folder)
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
@@ -49,11 +46,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
     require("transformers")
     from transformers import AutoTokenizer
 
-    folder = _check_folder(folder, "tokenizer_config.json", "tokenizer")
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # as above; the Rust tokenizers raise Exception itself
-        raise SetupError(f"cannot load a tokenizer from {folder}: {first_line(error)}") from error
+    return _load(AutoTokenizer, folder, "tokenizer_config.json", "tokenizer")
 
 
 class ModelLimits(NamedTuple):
@@ -78,36 +71,30 @@ class ModelLimits(NamedTuple):
 
         if not (Path(folder) / "config.json").is_file():
             return cls()
-        try:
-            config = AutoConfig.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
-            )
-        except Exception as error:  # a broken folder shows as an error of any kind
-            raise SetupError(f"cannot load a model from {folder}: {first_line(error)}") from error
-        return cls.of(config)
+        return cls.of(_load(AutoConfig, folder, "config.json", "model"))
 
 
 def save_tokenizer(tokenizer: Any, folder: str | os.PathLike[str]) -> None:
     """Write a tokenizer to a folder, which is created if it is missing; may raise OSError."""
     try:
         tokenizer.save_pretrained(folder)
-    except OSError:
-        raise
     except Exception as error:
         # The Rust tokenizers report an error of the system as a plain Exception.
-        if "os error" not in str(error):
-            raise
-        raise OSError(first_line(error)) from error
+        if "os error" in str(error):
+            raise OSError(first_line(error)) from error
+        raise
 
 
-def _check_folder(folder: str | os.PathLike[str], file_name: str, what: str) -> Path:
-    """Check a folder, which from_pretrained might take for the name of a model on a hub."""
-    folder = Path(folder)
-    if not folder.is_dir():
+def _load(auto: Any, folder: str | os.PathLike[str], file: str, what: str, **options: Any) -> Any:
+    """Load from a folder, which from_pretrained might take for the name of a model on a hub."""
+    remedy = "a model of the Hugging Face hub is named owner/name"
+    if str(folder).count("/") == 1:
         remedy = "fetch a model of the Hugging Face hub by huggingface_hub.snapshot_download"
-        if str(folder).count("/") != 1:
-            remedy = "a model of the Hugging Face hub is named owner/name"
+    if not Path(folder).is_dir():
         raise SetupError(f"cannot load a {what} from {folder}: it is not a folder; {remedy}")
-    if not (folder / file_name).is_file():
-        raise SetupError(f"cannot load a {what} from {folder}: it has no {file_name}")
-    return folder
+    if not (Path(folder) / file).is_file():
+        raise SetupError(f"cannot load a {what} from {folder}: it has no {file}")
+    try:
+        return auto.from_pretrained(folder, **_LOCAL, **options)
+    except Exception as error:  # a broken folder shows as an error of any kind
+        raise SetupError(f"cannot load a {what} from {folder}: {first_line(error)}") from error

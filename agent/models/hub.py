@@ -12,8 +12,8 @@ from trajpack.agent.models.causal_model import first_line
 from trajpack.packing.optional import require
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_TOKENIZER = ("*.json", "*.jinja", "*.txt", "*.model")
-_WEIGHTS = "*.safetensors"
+_TOKENIZER = ["*.json", "*.jinja", "*.txt", "*.model"]
+_WEIGHTS = ["*.safetensors"]
 
 
 def model_folder(
@@ -21,14 +21,9 @@ def model_folder(
 ) -> Path:
     """Return the folder of a model, fetched from the hub if ``model`` is a name ``owner/name``.
 
-    A folder of that name on this machine comes first. What was fetched is kept in the cache of
-    huggingface_hub. Code that comes with a model is neither fetched nor run, and neither are
-    weights in another form than safetensors.
-
-    Args:
-        model: Folder, or name on the hub.
-        say: Called with a line before anything is fetched.
-        weights: Whether weights are fetched; a tokenizer needs none.
+    A folder of that name on this machine comes first. Neither code that comes with a model nor
+    weights in another form than safetensors are fetched; a tokenizer needs no ``weights``.
+    ``say`` is called with a line before anything is fetched.
 
     Raises:
         SetupError: If the hub cannot be reached, or has no such model for this user.
@@ -41,7 +36,7 @@ def model_folder(
     from huggingface_hub import snapshot_download
 
     say(f"fetching {model} from the Hugging Face hub, if it is not kept already")
-    wanted = [*_TOKENIZER, *[_WEIGHTS] * weights]
+    wanted = _TOKENIZER + _WEIGHTS * weights
     try:
         return Path(snapshot_download(str(model), allow_patterns=wanted))
     except Exception as error:  # errors of the hub, of HTTP and of the system have no common base

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,8 +11,6 @@ from trajpack.packing.optional import require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-_PAD, _START, _END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
 _CHAT_TEMPLATE = (
     "{% set system = messages[0] if messages and messages[0]['role'] == 'system' %}"
@@ -79,18 +77,10 @@ def build_tiny_model(seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTokenize
     Raises:
         ModuleNotFoundError: If transformers is not installed.
     """
-    require("tokenizers", "transformers")
-    from tokenizers import pre_tokenizers
-
-    tokenizer = _train_tokenizer(
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        _TEXT,
-        special_tokens=(_PAD, _END, _START),
-        vocab_size=384,
-        chat_template=_CHAT_TEMPLATE,
-    )
+    special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
     # Wide enough that the next token is far from uniform, and that temperature matters.
-    return _build_qwen3(tokenizer, seed, max_positions=8192, initializer_range=0.2), tokenizer
+    sizes = {"vocab_size": 384, "max_position_embeddings": 8192, "initializer_range": 0.2}
+    return _build(seed, _TEXT, special, _CHAT_TEMPLATE, sizes, has_digits=False)
 
 
 def build_arithmetic_model(seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -101,39 +91,57 @@ def build_arithmetic_model(seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTo
     Raises:
         ModuleNotFoundError: If transformers is not installed.
     """
-    require("tokenizers", "transformers")
-    from tokenizers import pre_tokenizers
-
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    # Without a split at words, the agent's feedback becomes a single token.
-    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer = _train_tokenizer(
-        pre_tokenizers.Sequence([digits, words]),
-        _ARITHMETIC_TEXT,
-        special_tokens=("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"),
-        vocab_size=512,
-        chat_template=_ARITHMETIC_TEMPLATE,
-    )
+    special = ("<|pad|>", "<|user|>", "<|assistant|>", "<|end|>")
     # The default initializer range learns several times slower at this width.
-    return _build_qwen3(tokenizer, seed, max_positions=512, initializer_range=0.1), tokenizer
+    sizes = {"vocab_size": 512, "max_position_embeddings": 512, "initializer_range": 0.1}
+    return _build(seed, _ARITHMETIC_TEXT, special, _ARITHMETIC_TEMPLATE, sizes, has_digits=True)
 
 
-def _build_qwen3(
-    tokenizer: PreTrainedTokenizerBase, seed: int, *, max_positions: int, initializer_range: float
-) -> PreTrainedModel:
-    """Build a Qwen3 of 2 layers of width 64 for a tokenizer, with random weights on the CPU."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def _build(
+    seed: int,
+    text: Iterable[str],
+    special: tuple[str, ...],
+    chat_template: str,
+    sizes: dict[str, Any],
+    *,
+    has_digits: bool,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Build both; the first special token pads, the last ends a message."""
+    require("tokenizers", "transformers")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+    # Without a split at words, the agent's feedback becomes a single token.
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not has_digits)
+    if has_digits:
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        split = pre_tokenizers.Sequence([digits, split])
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = split
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=sizes["vocab_size"],
+        special_tokens=list(special),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(text, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token=special[-1],
+        pad_token=special[0],
+        additional_special_tokens=list(special[1:-1]),
+        chat_template=chat_template,
+        clean_up_tokenization_spaces=False,
+    )
     config = Qwen3Config(
-        vocab_size=len(tokenizer),
+        **sizes | {"vocab_size": len(tokenizer)},
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        max_position_embeddings=max_positions,
-        initializer_range=initializer_range,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -144,37 +152,4 @@ def _build_qwen3(
         # The default generator alone: torch.manual_seed would reseed every device.
         torch.default_generator.manual_seed(seed)
         model: PreTrainedModel = Qwen3ForCausalLM(config)
-    return model.eval()
-
-
-def _train_tokenizer(
-    pre_tokenizer: Any,
-    text: Iterable[str],
-    *,
-    special_tokens: Sequence[str],
-    vocab_size: int,
-    chat_template: str,
-) -> PreTrainedTokenizerBase:
-    """Train a byte-pair encoding; the special tokens are padding, end of a message, and others."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    pad, end, *others = special_tokens
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizer
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[pad, *others, end],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(text, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        eos_token=end,
-        pad_token=pad,
-        additional_special_tokens=others,
-        chat_template=chat_template,
-        clean_up_tokenization_spaces=False,
-    )
+    return model.eval(), tokenizer

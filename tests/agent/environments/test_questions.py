@@ -74,7 +74,7 @@ def test_a_question_and_its_answer_have_several_names(
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "Expecting property name"),
+        ("{", "not JSON: Expecting property name"),
         pytest.param("[" * 100_000, "recursion", id="deep nesting"),
         ("[1]", r"expected 'question', 'prompt' or 'messages', got \[1\]"),
         ({"answer": "2"}, "expected 'question', .*, got {'answer': '2'}"),
@@ -105,7 +105,7 @@ def test_a_malformed_line_is_named_by_file_and_number(
 def test_nothing_is_read_beyond_the_limit(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD, "", GOOD, "not JSON")
     assert [question.id for question in load_questions(path, limit=2)] == ["sums-1", "sums-3"]
-    with pytest.raises(ValueError, match=r"sums\.jsonl, line 4: Expecting value"):
+    with pytest.raises(ValueError, match=r"sums\.jsonl, line 4: not JSON"):
         load_questions(path, limit=3)
     with pytest.raises(ValueError, match="limit must be at least 1, got 0"):
         load_questions(path, limit=0)

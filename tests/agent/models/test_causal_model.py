@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,63 +15,65 @@ from trajpack.agent.models.causal_model import load_model, load_tokenizer, save_
 from trajpack.agent.models.tiny_model import build_tiny_model
 
 torch.set_num_threads(1)
+MODEL, TOKENIZER = build_tiny_model(seed=2)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    model, tokenizer = build_tiny_model()
-    model.save_pretrained(tmp_path)
-    save_tokenizer(tokenizer, tmp_path)
+    MODEL.save_pretrained(tmp_path)
+    save_tokenizer(TOKENIZER, tmp_path)
     return tmp_path
 
 
 def test_a_saved_model_loads_unchanged(folder: Path) -> None:
-    model, tokenizer = build_tiny_model()
-    loaded, loaded_tokenizer = load_model(folder)
+    loaded, tokenizer = load_model(folder)
     assert not loaded.training
-    for name, tensor in model.state_dict().items():
+    for name, tensor in MODEL.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
-    assert loaded_tokenizer.encode("Let's try again.") == tokenizer.encode("Let's try again.")
+    assert tokenizer.encode("Let's try again.") == TOKENIZER.encode("Let's try again.")
+    assert tokenizer.chat_template == TOKENIZER.chat_template
+    assert tokenizer.eos_token_id == TOKENIZER.eos_token_id
 
 
-def test_a_model_that_lacks_weights_is_refused(folder: Path) -> None:
-    weights = load_file(folder / "model.safetensors")
-    del weights["model.norm.weight"]
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(SetupError, match=r"it lacks 1 weight, the first is model\.norm\.weight"):
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("config.json", "", r"cannot load a (model|tokenizer) from"),
+        ("config.json", "{}", r"cannot load a (model|tokenizer) from"),
+        ("config.json", '{"model_type": "no-such"}', r"cannot load a (model|tokenizer) from"),
+        ("tokenizer.json", '{"model": 1}', "cannot load a tokenizer from"),
+        ("model.safetensors", None, r"it lacks 1 weight, the first is model\.norm\.weight"),
+    ],
+)
+def test_a_broken_folder_is_refused(
+    folder: Path, file: str, content: str | None, words: str
+) -> None:
+    if content is None:
+        weights = load_file(folder / file)
+        del weights["model.norm.weight"]
+        save_file(weights, folder / file, metadata={"format": "pt"})
+    else:
+        (folder / file).write_text(content)
+    with pytest.raises(SetupError, match=words):
         load_model(folder)
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"model_type": "no-such"}'])
-def test_a_broken_configuration_is_refused(folder: Path, content: str) -> None:
-    (folder / "config.json").write_text(content)
-    with pytest.raises(SetupError, match=r"cannot load a (model|tokenizer) from"):
-        load_model(folder)
-
-
-def test_a_broken_tokenizer_is_refused(folder: Path) -> None:
-    (folder / "tokenizer.json").write_text('{"model": 1}')
-    with pytest.raises(SetupError, match="cannot load a tokenizer from"):
-        load_tokenizer(folder)
-
-
-def test_a_name_of_a_model_on_a_hub_is_not_looked_up() -> None:
-    with pytest.raises(SetupError, match="cannot load a model from some/model: it is not a folder"):
-        load_model("some/model")
-
-
-class FullDisk:
-    def save_pretrained(self, folder: Any) -> None:
-        raise Exception("No space left on device (os error 28)")
-
-
-class Broken:
-    def save_pretrained(self, folder: Any) -> None:
-        raise TypeError("a bug")
+@pytest.mark.parametrize("name", ["some/model", "none", "a\0b"])
+def test_what_is_no_folder_is_refused_and_not_looked_up(name: str) -> None:
+    for load in (load_model, load_tokenizer):
+        with pytest.raises(SetupError, match=f"cannot load a .* from {name}: it is not a folder"):
+            load(name)
 
 
 def test_only_errors_of_the_system_become_os_errors(tmp_path: Path) -> None:
+    def raising(error: Exception) -> Any:
+        def save_pretrained(folder: Any) -> None:
+            raise error
+
+        return SimpleNamespace(save_pretrained=save_pretrained)
+
     with pytest.raises(OSError, match="No space left on device"):
-        save_tokenizer(FullDisk(), tmp_path)
-    with pytest.raises(TypeError, match="a bug"):
-        save_tokenizer(Broken(), tmp_path)
+        save_tokenizer(raising(Exception("No space left on device (os error 28)")), tmp_path)
+    for error in (TypeError("a bug"), PermissionError("not yours")):
+        with pytest.raises(type(error), match=str(error)):
+            save_tokenizer(raising(error), tmp_path)

@@ -80,12 +80,11 @@ def test_a_model_that_the_hub_does_not_have_is_refused_in_one_line(
     assert not (tmp_path / "batch.answers").exists()
 
 
-@pytest.mark.parametrize("name", ["tiny", "a/b/c", "./owner/tiny", "/owner/tiny", "owner/", ".."])
-def test_what_is_no_name_is_a_folder(name: str) -> None:
+@pytest.mark.parametrize("name", ["tiny", "a/b/c", "./owner/tiny", "/tiny", "owner/"])
+def test_what_is_no_name_is_a_folder_and_comes_before_a_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert model_folder(name, pytest.fail) == Path(name)
-
-
-def test_a_folder_comes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("owner/tiny").mkdir(parents=True)
     assert model_folder("owner/tiny", pytest.fail) == Path("owner/tiny")

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -59,20 +58,6 @@ def test_the_chat_template_marks_what_the_assistant_said() -> None:
     )
     said = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
     assert TOKENIZER.decode([token for token, mask in said if mask]) == "It is 2<|im_end|>"
-
-
-def test_both_can_be_saved_and_loaded(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model, tokenizer = build_tiny_model(seed=2)
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
-    assert all(torch.equal(weight, loaded[name]) for name, weight in model.state_dict().items())
-    again = AutoTokenizer.from_pretrained(tmp_path)
-    assert again("What is 12 + 30?")["input_ids"] == tokenizer("What is 12 + 30?")["input_ids"]
-    assert again.chat_template == tokenizer.chat_template
-    assert again.eos_token_id == tokenizer.eos_token_id
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Settings of a rollout: the options of ``trajpack rollout``, checked."""
+"""Settings of a rollout, which are the options of ``trajpack rollout``, and its places."""
 
 from __future__ import annotations
 
@@ -6,60 +6,31 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
-from trajpack.agent.errors import SettingError
+from trajpack.agent.errors import SetupError
 
 EngineName: TypeAlias = Literal["transformers", "sglang", "vllm"]
 """The model in this process, or servers of that kind."""
 LayoutName: TypeAlias = Literal["merged", "turns", "tree"]
 """Layout of a packed batch, or a tree, whose file has layout ``"merged"``."""
-MAX_COUNT = 10_000_000
-"""Upper bound of all counts."""
-_COUNTS = (
-    *("num_prompts", "num_turns", "group_size", "concurrency", "max_new_tokens", "max_attempts"),
-    "num_workers",
-)
+SETTINGS_FILE = "rollout.json"
+"""File in the folder of a rollout's log that has the rollout's settings."""
 
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """Settings of a rollout.
+    """Settings of a rollout; ``trajpack rollout --help`` says what each is, and checks its range.
 
-    The same settings give the same questions, the same weights and the same order of
-    trajectories. They also give the same tokens if ``concurrency`` is 1 and the rollout is
-    neither continued from a log nor run by workers; otherwise requests share a random generator
-    in an order that depends on the clock.
-
-    Attributes:
-        dataset: JSONL file of questions, see `load_questions`; ``None`` makes sums of two
-            numbers.
-        model: Folder of a transformers causal language model and its tokenizer, or its name on
-            the Hugging Face hub; ``None`` makes a tiny one with random weights. With servers only
-            the tokenizer is read.
-        num_prompts: Number of questions: the first ones of the file, or all if it has fewer.
-        num_turns: Turns of an episode.
-        group_size: Episodes for each question.
-        concurrency: Maximum number of running episodes.
-        max_new_tokens: Maximum number of tokens in a completion.
-        turn_discount: Discount from one turn to the next.
-        device: Device of the model and of the batch.
-        seed: Seed of the tiny model's weights, the generated questions and the sampling.
-        answers: Folder of the answer log; ``None`` keeps none.
-        engine: The model in this process, or servers of that kind.
-        servers: Addresses of the servers. Their token and file of certificates are the environment
-            variables ``TRAJPACK_SERVER_TOKEN`` and ``TRAJPACK_SERVER_CA_FILE``.
-        log: Folder of the `TrajectoryLog`, from which a rollout of the same settings continues.
-        num_workers: Ray actors, each with an engine of its own; 0 runs in this process.
-        max_attempts: Attempts at an episode before it counts as failed.
-        metrics_port: Port of the metrics on loopback; 0 takes a free one, ``None`` serves none.
+    They give the same questions, weights and order of trajectories each time, and the same tokens
+    if ``concurrency`` is 1 and the rollout is neither continued from a log nor run by workers.
 
     Raises:
-        SettingError: If a value is out of range.
+        SetupError: If settings do not fit together.
     """
 
     dataset: Path | None = None
-    model: str | os.PathLike[str] | None = None
+    model: str | Path | None = None
     num_prompts: int = 16
     num_turns: int = 3
     group_size: int = 2
@@ -77,31 +48,39 @@ class RolloutSettings:
     metrics_port: int | None = None
 
     def __post_init__(self) -> None:
-        for name in _COUNTS:
-            least = 0 if name == "num_workers" else 1
-            value = getattr(self, name)
-            if not least <= value <= MAX_COUNT:
-                raise SettingError(name, f"must be from {least} to {MAX_COUNT:,}, got {value}")
         if not math.isfinite(self.turn_discount):
-            raise SettingError("turn_discount", f"must be finite, got {self.turn_discount}")
-        if not 0 <= self.seed < 2**32:
-            raise SettingError("seed", f"must be in [0, 2**32), got {self.seed}")
-        if self.metrics_port is not None and not 0 <= self.metrics_port < 2**16:
-            raise SettingError("metrics_port", f"must be in [0, 65536), got {self.metrics_port}")
-        if self.engine not in get_args(EngineName):
-            names = ", ".join(get_args(EngineName))
-            raise SettingError("engine", f"must be one of {names}, got {self.engine!r}")
+            raise SetupError(f"--turn-discount must be finite, got {self.turn_discount}")
         if self.servers and not self.has_servers:
-            raise SettingError("engine", "must be sglang or vllm where a server is given")
+            raise SetupError("--engine must be sglang or vllm where a server is given")
         if self.has_servers and not self.servers:
-            raise SettingError("servers", f"are missing: with {self.engine} give their addresses")
+            raise SetupError(f"--server is missing: with {self.engine} give each address")
         if self.has_servers and self.model is None:
-            raise SettingError(
-                "model",
-                f"is missing: with {self.engine} it names the tokenizer of the server's model",
-            )
+            raise SetupError(f"--model is missing: with {self.engine} it names the tokenizer")
 
     @property
     def has_servers(self) -> bool:
         """Whether servers generate, over HTTP."""
         return self.engine != "transformers"
+
+
+def tokenizer_folder(batch_file: Path) -> Path:
+    """Return the folder of a batch's tokenizer, such as ``demo/batch.tokenizer``."""
+    return batch_file.with_suffix(".tokenizer")
+
+
+def check_places(batch_file: Path, answers: Path | None, *, replace: bool) -> None:
+    """Raise `SetupError` unless a rollout overwrites only what it may.
+
+    It may ``replace`` an earlier batch, and the folder of a tokenizer that has a tokenizer.
+    """
+    if batch_file.suffix != ".safetensors" or batch_file.is_dir():
+        raise SetupError(f"--out must be a .safetensors file, got {batch_file}")
+    if batch_file.exists() and not replace:
+        raise SetupError(f"{batch_file} exists; --force replaces it")
+    folder = tokenizer_folder(batch_file)
+    for place in (batch_file, folder):
+        if answers is not None and answers.resolve().is_relative_to(place.resolve()):
+            raise SetupError(f"--answers must not be {place} or in it, got {answers}")
+    is_tokenizer = (folder / "tokenizer_config.json").is_file() and not folder.is_symlink()
+    if os.path.lexists(folder) and not is_tokenizer:
+        raise SetupError(f"{folder} is not the tokenizer of a batch and will not be replaced")

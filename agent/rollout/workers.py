@@ -14,7 +14,6 @@ import torch
 
 from trajpack.agent.errors import SetupError
 from trajpack.agent.models.causal_model import first_line
-from trajpack.agent.protocols import Agent, Engine, Environment
 from trajpack.agent.ray.cluster import local_cluster
 from trajpack.agent.ray.worker import WorkerOptions
 from trajpack.agent.ray.workers import RolloutWorkers
@@ -49,41 +48,28 @@ async def ray_runner(
             import ray
 
             # The cluster may have other machines than this one.
-            num_gpus = gpu_share(int(ray.cluster_resources().get("GPU", 0)), num_workers)
+            num_there = int(ray.cluster_resources().get("GPU", 0))
+            if not num_there:
+                raise SetupError("the cluster has no GPU for the workers")
+            num_gpus = 1.0 / -(-num_workers // num_there)  # all fit, and none spans two
         concurrency = -(-settings.concurrency // num_workers)
         options = WorkerOptions(concurrency=concurrency, num_gpus=num_gpus)
-        workers = RolloutWorkers(partial(_worker_parts, alike), num_workers, options=options)
+        workers = RolloutWorkers(partial(_parts_of, alike), num_workers, options=options)
         try:
             await stack.enter_async_context(workers)
         except Exception as error:
             cause = getattr(error, "cause", error)  # the worker's error, in Ray's wrapping
-            if isinstance(cause, SetupError):
-                raise SetupError(str(cause)) from error
-            raise SetupError(f"a worker cannot start: {first_line(cause)}") from error
+            problem = "" if isinstance(cause, SetupError) else "a worker cannot start: "
+            raise SetupError(f"{problem}{first_line(cause)}") from error
 
         def tell(progress: Progress) -> None:
             assert on_progress is not None
             counts = {"num_turns": workers.num_turns, "num_tokens": workers.num_tokens}
             on_progress(replace(progress, **counts))
 
-        yield workers.runner(on_progress=None if on_progress is None else tell, **runner_options)
+        yield workers.runner(on_progress=on_progress and tell, **runner_options)
 
 
-def _worker_parts(
-    prepared: Rollout, number: int
-) -> AbstractAsyncContextManager[tuple[Engine, Agent, Environment]]:
+def _parts_of(prepared: Rollout, number: int) -> AbstractAsyncContextManager[Any]:
     """Return the context of a worker; each start has its own sampling seed."""
-    seed = derive_seed(prepared.settings.seed, "sampling", number, time.time_ns())
-    return prepared.worker_parts(seed)
-
-
-def gpu_share(num_gpus: int, num_workers: int) -> float:
-    """Return the fraction of a GPU for each worker, so that all fit and none spans two GPUs.
-
-    Example:
-        >>> gpu_share(num_gpus=4, num_workers=6), gpu_share(num_gpus=4, num_workers=3)
-        (0.5, 1.0)
-    """
-    if not num_gpus:
-        raise SetupError("the cluster has no GPU for the workers")
-    return 1.0 / -(-num_workers // num_gpus)
+    return prepared.parts(derive_seed(prepared.settings.seed, "sampling", number, time.time_ns()))

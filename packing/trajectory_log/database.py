@@ -112,17 +112,7 @@ class LogFile:
 
     @staticmethod
     def create(path: Path, fields: Sequence[TokenField]) -> None:
-        """Write a new log durably; after an error no file is left.
-
-        Raises:
-            ValueError: If the folder holds other files.
-        """
-        foreign = sorted(set(os.listdir(path.parent)) - {LOCK, f"{LOG}.tmp"})
-        if foreign:
-            raise ValueError(
-                f"{path.parent} is neither empty nor a trajectory log: it has no {LOG}, "
-                f"but holds {foreign[0]!r}"
-            )
+        """Write a new log durably; after an error no file is left."""
         described = json.dumps(_FORMAT | {"fields": [field.as_json() for field in fields]})
         values = (described, zlib.crc32(described.encode()))
         with replacing(path) as unfinished, _translated(unfinished):
@@ -237,8 +227,15 @@ def locked(folder: Path) -> sqlite3.Connection:
     """Return a connection that keeps other writers away from a folder until it is closed.
 
     SQLite's lock on an empty database ends with its process, and a forked child does not inherit
-    it. An `OSError` (``EBUSY``) says that another writer has the folder.
+    it. An `OSError` (``EBUSY``) says that another writer has the folder, a `ValueError` that it
+    holds other files and no log.
     """
+    names = set(os.listdir(folder))
+    if LOG not in names and (foreign := sorted(names - {LOCK, f"{LOG}.tmp"})):
+        raise ValueError(
+            f"{folder} is neither empty nor a trajectory log: it has no {LOG}, "
+            f"but holds {foreign[0]!r}"
+        )
     with _translated(folder / LOCK):
         lock = sqlite3.connect(folder / LOCK, 0, isolation_level=None, check_same_thread=False)
         try:

@@ -18,9 +18,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-UNREAD = 1
-REFUSED = 2
-INTERRUPTED = 130
+BROKEN_PIPE, REFUSED = 1, 2
 
 
 def main() -> None:
@@ -44,30 +42,28 @@ def run(arguments: Sequence[str]) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # any text can be shown
     try:
-        from trajpack.commands.app import read
+        from trajpack.commands.app import USAGE_ERROR, app
 
-        work = read(arguments)
-        status = work if isinstance(work, int) else work()
+        try:
+            status = app(list(arguments), prog_name="trajpack", standalone_mode=False)
+        except USAGE_ERROR as error:
+            command = "trajpack" if error.ctx is None else error.ctx.command_path
+            problem = f"{error.format_message().rstrip('.')}; see {command} --help"
+            raise SetupError(problem) from error
         if sys.stdout is not None:
             sys.stdout.flush()
     except (BrokenPipeError, SystemExit):  # rich and typer exit where a pipe is broken
-        return UNREAD
-    except KeyboardInterrupt:
-        say("interrupted")
-        return INTERRUPTED
+        return BROKEN_PIPE
     except (SetupError, OSError, RuntimeError, ModuleNotFoundError) as error:
-        problem: Exception = error
+        refused: Exception = error
         if isinstance(error, ModuleNotFoundError):
             if (error.name or "").startswith("trajpack"):
                 raise
-            problem = explained(error)
-        say(f"error: {_one_sentence(problem)}")
+            refused = explained(error)
+        text = " ".join(str(refused).split()) or type(refused).__name__
+        if isinstance(refused, OSError) and refused.strerror:
+            file = "" if refused.filename is None else f"{refused.filename}: "
+            text = f"{file}{refused.strerror}"
+        say(f"error: {text}")
         return REFUSED
-    return status
-
-
-def _one_sentence(error: Exception) -> str:
-    """Return an error's text on one line; that of the system begins with the file."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).split()) or type(error).__name__
+    return status or 0

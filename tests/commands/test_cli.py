@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import io
 import json
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoTokenizer
 
 import trajpack
@@ -31,13 +33,20 @@ from trajpack.agent.environments.questions import arithmetic_questions
 from trajpack.agent.errors import EngineEndedError
 from trajpack.agent.models.tiny_model import build_tiny_model
 from trajpack.agent.protocols import Prompt
-from trajpack.agent.rollout.files import tokenizer_folder
+from trajpack.agent.rollout.settings import RolloutSettings, tokenizer_folder
 from trajpack.agent.runner import silence
+from trajpack.agent.runner.runner import EpisodeResult, Progress
 from trajpack.cli import main
 from trajpack.commands import rollout
 
 pytestmark = pytest.mark.usefixtures("warm_judge")
 torch.set_num_threads(1)
+OPTIONS = {
+    "max_attempts": "--attempts",
+    "num_turns": "--turns",
+    "num_workers": "--ray",
+    "servers": "--server",
+}
 SMALL = ["--num-prompts", "2", "--turns", "2", "--max-new-tokens", "8", "--concurrency", "1"]
 
 
@@ -151,16 +160,16 @@ def test_inspect_shows_where_prefixes_broke(batch_file: Path, tmp_path: Path) ->
     others = [Turn([number], [3], [-0.5]) for number in range(10, 20)]
     path = tmp_path / "batch.safetensors"
     save(pack([Trajectory("evil\x1b[2J[red]", broken), Trajectory("b", others)]), path)
-    text = " ".join(call("inspect", path, "--width", 200).stdout.split())
+    text = " ".join(call("inspect", path).stdout.split())
     assert f"evil\\x1b[2J[red]: at 2 came {said[0]}, turn 0 has {thought[0]}; " in text
     assert f"{len(thought)} stripped" in text
     assert "10 of 10 continuations: 9 left, 1 stripped" in text
     assert "2 more breaks" in text
     folder = batch_file.with_suffix(".tokenizer")
-    options = ["--width", 200, "--sequences", 0, "--tokenizer", folder]
+    options = ["--sequences", 0, "--tokenizer", folder]
     decoded = call("inspect", path, *options).stdout
     assert f"came {said[0]} 'y', turn 0 has {thought[0]} 'h'" in decoded
-    full = call("inspect", path, "--width", 200, "--sequences", 0, "--full").stdout
+    full = call("inspect", path, "--sequences", 0, "--full").stdout
     assert "more breaks" not in full
     assert full.count("of b: at 0") == 9
     save(pack([Trajectory("a", broken)], "turns"), path)
@@ -170,7 +179,7 @@ def test_inspect_shows_where_prefixes_broke(batch_file: Path, tmp_path: Path) ->
 
 
 def test_inspect_shows_each_span_with_its_kind_and_text(batch_file: Path) -> None:
-    done = call("inspect", batch_file, "--sequences", 1, "--width", 100)
+    done = call("inspect", batch_file, "--sequences", 1)
     assert done.status == 0
     assert not done.stderr
     assert "\x1b" not in done.stdout
@@ -189,7 +198,7 @@ def test_inspect_without_the_right_tokenizer_shows_ids_in_full_if_asked(
     path = tmp_path / "batch.safetensors"
     save(pack([Trajectory("a", [Turn([*range(101, 600), 90_000], [103], [-0.5])])]), path)
     done = call("inspect", path)
-    for text in ("101 102", "token ids", "tokens ...]"):
+    for text in ("101 102", "tokens ...]"):
         assert text in done.stdout
     assert "tokens ...]" not in call("inspect", path, "--full").stdout
     done = call("inspect", path, "--tokenizer", batch_file.with_suffix(".tokenizer"))
@@ -247,15 +256,16 @@ def test_failures_are_reported_beside_the_rest_if_there_is_one(
     assert not (tmp_path / "none.safetensors").exists()
 
 
-def test_a_kind_of_warning_is_one_line_and_a_silence_is_said_at_once(
+def test_a_kind_of_warning_is_one_line_and_a_silence_is_said_each_time(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with rollout._summarised_warnings():
-        for number in range(3):
-            logging.getLogger(AnswerLog.__module__).warning("cannot write %d", number)
-        logging.getLogger(silence.__name__).warning("nothing has happened for %d s", 60)
-        assert capsys.readouterr().err == "trajpack: nothing has happened for 60 s\n"
-    assert capsys.readouterr().err == "trajpack: cannot write 0 (and 2 more like it)\n"
+    handler = rollout._FirstOfEachKind()
+    for name in (AnswerLog.__module__, silence.__name__):
+        for number in (1, 2):
+            level = logging.WARNING
+            handler.emit(logging.LogRecord(name, level, "", 0, f"of {name} %d", (number,), None))
+    said = [f"of {AnswerLog.__module__} 1", *(f"of {silence.__name__} {k}" for k in (1, 2))]
+    assert capsys.readouterr().err.splitlines() == [f"trajpack: {line}" for line in said]
 
 
 def test_a_programming_error_is_not_dressed_up(
@@ -280,22 +290,69 @@ def test_rollout_runs_a_model_from_a_folder(batch_file: Path, tmp_path: Path) ->
     assert tokens(load(out)) == tokens(load(batch_file))
 
 
-def test_help_and_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "trajpack inspect demo/batch.safetensors" in call("--help").stdout
-    assert "dataset.to_json(FILE)" in call("rollout", "--help").stdout
+def test_each_setting_and_sub_command_has_a_help_that_is_not_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert call().status == 2
+    listed = call("--help").stdout
+    assert "trajpack inspect demo/batch.safetensors" in listed
+    listed = listed.partition("Commands:")[2]
+    assert "..." not in listed
+    for command in ("inspect", "plan", "replay", "report", "rollout"):
+        assert re.search(rf"^  {command} +[A-Z].*\.$", listed, re.MULTILINE)
+        done = call(command, "-h")
+        assert (done.status, done.stdout.split()[:3]) == (0, ["Usage:", "trajpack", command])
+    text = call("rollout", "--help").stdout
+    for field in dataclasses.fields(RolloutSettings):
+        option = OPTIONS.get(field.name, f"--{field.name.replace('_', '-')}")
+        assert re.search(rf"^  {option}\b", text, re.MULTILINE), field.name
     monkeypatch.setattr(sys, "argv", ["trajpack", "--version"])
     with redirect_stdout(io.StringIO()) as said, pytest.raises(SystemExit) as exit:
         main()
     assert (exit.value.code, said.getvalue()) == (0, "trajpack 0.1.0\n")
 
 
-def test_a_missing_package_that_is_imported_late_is_named_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+LAST = Progress(
+    num_finished=3, num_failed=1, num_turns=5, num_kept_turns=4, num_rewarded_turns=1,
+    num_tokens=5000, elapsed_s=2.0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("force_terminal", [True, False])
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
+    force_terminal: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    line = refusal("rollout", "--out", tmp_path / "batch.safetensors")
-    assert re.search(r"transformers.*install trajpack\[agent\]$", line)
+    console = Console(file=io.StringIO(), force_terminal=force_terminal, width=120)
+    first = Progress(num_finished=1, num_turns=2, num_tokens=50, elapsed_s=1.0)
+    with rollout.EpisodeBoard(3, console) as board:
+        for progress in (first, first, LAST):
+            board.update(progress)
+    assert board.progress is LAST
+    assert isinstance(console.file, io.StringIO)
+    drawn, lines = console.file.getvalue(), capsys.readouterr().err.splitlines()
+    last = "episodes 3 of 3, 5 turns, 2,500 tokens/s, 25% right, 1 failed"
+    if force_terminal:
+        assert last in drawn
+        assert "100%" in drawn
+        assert not lines
+    else:
+        assert lines == [
+            "trajpack: episodes 1 of 3, 2 turns, 50 tokens/s, 0% right, 0:01",
+            f"trajpack: {last}, 0:02",
+        ]
+        assert not drawn.strip()
+
+
+def test_the_report_compares_layouts() -> None:
+    long = Trajectory("a", [Turn([1, 2], [3], [-1.0]), Turn([1, 2, 3, 4], [5], [-1.0], reward=1.0)])
+    short = Trajectory("b", [Turn([1], [2], [-1.0])])
+    results = [EpisodeResult(Prompt("q", [1]), (path,)) for path in (long, short)]
+    batch = pack([long, short])
+    rows = dict(rollout.report(results, LAST, batch, num_merged=batch.num_tokens))
+    assert rows["right answers"] == "1 of 3 (33.3%)"
+    # as turns 3 + 5 + 2, merged 5 + 2
+    assert rows["packing saves"] == "30% of the tokens: 7 in place of 10, turn by turn"
+    assert rows["padding adds"] == "43%: 10 tokens in place of 7"
 
 
 @pytest.mark.parametrize("num_good", [0, 3])
@@ -324,12 +381,7 @@ def test_a_dead_engine_leaves_the_finished_episodes(
     )
 
 
-def test_values_are_shown_on_a_narrow_terminal_and_a_wide_one_is_limited(
-    batch_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert "turns: 8, longest" in call("inspect", batch_file, "--width", 30).stdout
-    monkeypatch.setenv("COLUMNS", "30")
-    assert "turns: 8, longest" in call("inspect", batch_file, "--sequences", 0).stdout
+def test_a_wide_terminal_is_limited(batch_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "99999999")
     assert len(call("inspect", batch_file).stdout) < 100_000
 

@@ -23,7 +23,7 @@ from tests.commands.command import call, refusal
 from tests.support.warm_programs import WarmPrograms
 from trajpack import Trajectory, Turn, load
 from trajpack.agent.errors import EpisodeCancelledError, EpisodeError
-from trajpack.agent.rollout.log import RolloutLog
+from trajpack.agent.rollout.files import RolloutLog
 from trajpack.agent.rollout.rollout import Rollout, prepare_rollout
 from trajpack.agent.rollout.settings import RolloutSettings
 from trajpack.agent.runner.runner import EpisodeResult
@@ -208,6 +208,7 @@ def test_a_log_that_cannot_be_used_is_refused_in_one_line(
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").touch()
     assert "thesis.txt" in refusal(*rollout[:-1], tmp_path / "other")
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["thesis.txt"]
     assert "holds no trajectory log" in refusal("replay", tmp_path / "nowhere")
     (folder / "log.sqlite").write_bytes((folder / "log.sqlite").read_bytes()[:20_000])
     assert "log.sqlite is damaged" in refusal("replay", folder)

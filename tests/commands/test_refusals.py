@@ -12,13 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.commands.command import refusal
 from trajpack import Trajectory, TrajectoryLog, Turn, pack, save
 
 LONG = "x" * 300
-CONVERT = "convert {} --from slime --to prime-rl --out out.jsonl"
 REFUSED = [
     # options, as typer refuses them
     ("rollout --turns two", "'--turns'"),
@@ -36,20 +34,18 @@ REFUSED = [
     ("rollout --out", "'--out' requires an argument"),
     ("rollout --dataset none.jsonl", "'--dataset'"),
     ("rollout --dataset .", "'--dataset'"),
-    ("inspect --width 5 batch.safetensors", "'--width'"),
     ("inspect", "Missing argument 'FILE'"),
     ("inspect none.safetensors", "does not exist"),
     ("report none.safetensors", "does not exist"),
     ("plan none.safetensors --capacity 8", "does not exist"),
     ("plan batch.safetensors", "Missing option '--capacity'"),
     ("plan batch.safetensors --capacity 8 --algorithm x", "'--algorithm'"),
-    (CONVERT.format("none.jsonl"), "does not exist"),
     ("replay", "Missing argument 'FOLDER'; see trajpack replay --help"),
     ("teach", "No such command 'teach'"),
     ("rolout", "No such command 'rolout'. Did you mean 'rollout'"),
     # values
     ("rollout --turn-discount nan", "--turn-discount must be finite, got nan"),
-    ("rollout --engine vllm", "--server are missing: with vllm"),
+    ("rollout --engine vllm", "--server is missing: with vllm"),
     ("rollout --engine vllm --server http://a:1", "--model is missing: with vllm"),
     ("rollout --server http://a:1", "--engine must be sglang or vllm where a server is given"),
     ("rollout --model none", "cannot load a model from none: it is not a folder"),
@@ -69,12 +65,6 @@ REFUSED = [
     ("replay my.tokenizer", "holds no trajectory log"),
     ("report my.tokenizer", "holds no trajectory log"),
     ("report .", "holds no trajectory log"),
-    (CONVERT.format("half.jsonl"), "line 2: no JSON"),
-    (CONVERT.format("empty.jsonl"), "tokens are missing"),
-    (CONVERT.format("three.jsonl"), "must be a mapping"),
-    (CONVERT.format("x.pt"), "holds no list of slime samples"),
-    (CONVERT.format("y.pt"), "cannot read y.pt"),
-    (CONVERT.format("/dev/full"), "cannot read /dev/full: a device has no end"),
     # places
     ("rollout --out batch.txt", "--out must be a .safetensors file, got batch.txt"),
     ("rollout --out ''", "--out must be a .safetensors file, got ."),
@@ -92,8 +82,6 @@ REFUSED = [
     ("report batch.safetensors --out page.txt", "--out must be an .html file, got page.txt"),
     ("report batch.safetensors --out ''", "--out must be an .html file, got ."),
     ("report run", "run.json exists; --force replaces it"),
-    (CONVERT.format("x.pt") + ".txt", "--out must be a .jsonl or .pt file"),
-    (CONVERT.format("x.pt").replace("out.jsonl", "half.jsonl"), "exists; --force replaces it"),
     # names that the system refuses
     (f"rollout --model {LONG}", "File name too long"),
     (f"rollout --log {LONG}", "File name too long"),
@@ -125,10 +113,6 @@ def prepare(folder: Path) -> None:
     (folder / "file").touch()
     (folder / "run.json").write_text("somebody's settings")
     (folder / "sums.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n\n{"question"')
-    for name, text in {"half": "{}\n{", "empty": "{}", "three": "3"}.items():
-        (folder / f"{name}.jsonl").write_text(text)
-    torch.save({"x": 1}, folder / "x.pt")
-    (folder / "y.pt").write_bytes(b"no pickle")
     (folder / "my.tokenizer").mkdir()
     (folder / "my.tokenizer" / "thesis.tex").write_text("years of work")
     (folder / "circle").symlink_to("circle")
@@ -172,8 +156,6 @@ FORBIDDEN = [
     "report batch.safetensors --out private/x/p.html",
     "replay private/log",
     "replay log --out private/x/b.safetensors",
-    "convert private/x.pt --from slime --to slime --out out.jsonl",
-    "convert x.pt --from slime --to slime --out private/x/o.jsonl",
 ]
 ALL = """
 import io

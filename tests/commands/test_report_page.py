@@ -58,7 +58,7 @@ def test_a_log_has_a_page(tmp_path: Path) -> None:
 def test_inspect_shows_the_sequences_that_were_chosen(
     batch_file: Path, options: list[object], names: list[str]
 ) -> None:
-    shown = call("inspect", batch_file, *options, "--width", 120).stdout
+    shown = call("inspect", batch_file, *options).stdout
     titles = [
         line.split(": ")[1].split(" ")[0] for line in shown.splitlines() if "─ sequence" in line
     ]

@@ -1,4 +1,1 @@
-"""The sub-commands of ``trajpack``, one file each.
-
-`app` declares their options, `terminal` serves all of them.
-"""
+"""The sub-commands of ``trajpack``: `app` declares their options and imports their work."""

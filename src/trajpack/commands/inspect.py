@@ -5,69 +5,57 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any
 
 from trajpack.agent.errors import SetupError
 from trajpack.agent.models.causal_model import first_line, load_tokenizer
 from trajpack.agent.models.hub import model_folder
-from trajpack.agent.rollout.places import tokenizer_folder
-from trajpack.commands.panels import chosen_sequences, legend, sequence_panel, summary
-from trajpack.commands.terminal import make_console, say, tell
+from trajpack.agent.rollout.settings import tokenizer_folder
+from trajpack.commands.panels import chosen_sequences, sequence_panel
+from trajpack.commands.terminal import make_console, say, show, tell
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.batch.description import Decode, counted, describe
 from trajpack.packing.files.storage import load
 from trajpack.packing.report.figures import figures_of
 from trajpack.packing.report.page import without_texts
 from trajpack.packing.tree.pack_tree import tree_of
-from trajpack.packing.tree.statistics import TreeStatistics, break_rows, describe_tree
-
-
-class Chosen(NamedTuple):
-    """Sequences to show."""
-
-    name: str | None = None
-    group: str | None = None
-    order: Literal["batch", "best", "worst"] = "batch"
-    most: int = 3
+from trajpack.packing.tree.statistics import break_rows, describe_tree
 
 
 def inspect_file(
-    file: Path, tokenizer: str | None, chosen: Chosen, *, width: int | None, full: bool
-) -> int:
-    """Show a summary of a batch and some of its sequences; return the exit status."""
+    file: Path,
+    tokenizer: str | None,
+    chosen: dict[str, Any],
+    *,
+    most: int,
+    full: bool,
+) -> None:
+    """Show a summary of a batch and ``most`` sequences of those of `chosen_sequences`."""
     batch = load_batch(file)
     try:
-        found = chosen_sequences(batch, name=chosen.name, group=chosen.group, order=chosen.order)
+        sequences = chosen_sequences(batch, **chosen)
     except ValueError as error:
         raise SetupError(first_line(error)) from error
-    shown = found[: chosen.most]
-    rows = describe(batch)
-    tree = _tree(batch)
-    if tree is not None:
-        rows += describe_tree(tree)
-    num_breaks = 0 if tree is None else len(tree.breaks)
+    has_tree = batch.layout == "merged" and batch.num_turns
+    tree = tree_of(batch).statistics() if has_tree else None
+    has_breaks = tree is not None and len(tree.breaks) > 0
     decode = None
-    if shown or num_breaks:
+    if sequences[:most] or has_breaks:
         decode = decoder_of(batch, tokenizer_folder(file), tokenizer)
-    console = make_console(width=width)
-    console.print(summary(rows, file.name, console.width))
-    if tree is not None and num_breaks:
-        broken = break_rows(tree, batch.ids, decode, full=full)
-        console.print(summary(broken, "prefix breaks", console.width))
-    if shown:
-        console.print(legend(decoded=decode is not None))
-    for sequence in shown:
+    console = make_console()
+    show(console, file.name, [*describe(batch), *(describe_tree(tree) if tree else [])])
+    if tree is not None and has_breaks:
+        show(console, "prefix breaks", break_rows(tree, batch.ids, decode, full=full))
+    for sequence in sequences[:most]:
         console.print(sequence_panel(batch, sequence, decode, full=full))
-    if len(shown) < len(found):
-        hidden = counted(len(found) - len(shown), "more sequence")
-        tell(console, f"{hidden}; --sequences {len(found)} shows all", "dim")
-    return 0
+    if most < len(sequences):
+        hidden = counted(len(sequences) - most, "more sequence")
+        tell(console, f"{hidden}; --sequences {len(sequences)} shows all")
 
 
-def inspect_as_json(file: Path) -> int:
-    """Print the numbers of ``trajpack report``; return the exit status."""
+def inspect_as_json(file: Path) -> None:
+    """Print the numbers of ``trajpack report``."""
     print(json.dumps(without_texts(figures_of(load_batch(file))), indent=1))  # noqa: T201
-    return 0
 
 
 def load_batch(file: Path) -> PackedBatch:
@@ -78,13 +66,6 @@ def load_batch(file: Path) -> PackedBatch:
         raise SetupError(str(error)) from error
 
 
-def _tree(batch: PackedBatch) -> TreeStatistics | None:
-    """Return the statistics of the batch's tree, unless its layout has none or it is empty."""
-    if batch.layout != "merged" or not batch.num_turns:
-        return None
-    return tree_of(batch).statistics()
-
-
 def decoder_of(batch: PackedBatch, beside: Path, tokenizer: str | None) -> Decode | None:
     """Return the decoding of a tokenizer, or ``None`` if there is none.
 
@@ -93,20 +74,18 @@ def decoder_of(batch: PackedBatch, beside: Path, tokenizer: str | None) -> Decod
         beside: Folder of the tokenizer, if there is one and no other is asked for.
         tokenizer: Folder, or name on the hub, that was asked for.
     """
-    folder = beside if tokenizer is None and beside.is_dir() else None
     if tokenizer is not None:
-        folder = model_folder(tokenizer, say, weights=False)
-    if folder is None:
+        loaded = load_tokenizer(model_folder(tokenizer, say, weights=False))
+    elif not beside.is_dir():
         return None
-    try:
-        loaded = load_tokenizer(folder)
-    except ModuleNotFoundError as error:
-        if tokenizer is not None:
-            raise
-        say(f"token ids in place of text: {error}")
-        return None
+    else:
+        try:
+            loaded = load_tokenizer(beside)
+        except ModuleNotFoundError as error:
+            say(f"token ids in place of text: {error}")
+            return None
     num_unknown = int((batch.input_ids >= len(loaded)).sum())
     if num_unknown:
         unknown = counted(num_unknown, "token")
-        say(f"{unknown} not in the vocabulary of {folder}: is it the batch's tokenizer?")
+        say(f"{unknown} not in the vocabulary: is {tokenizer or beside} the batch's tokenizer?")
     return partial(loaded.decode, clean_up_tokenization_spaces=False)

@@ -6,27 +6,25 @@ import asyncio
 import contextlib
 import logging
 import signal
-import threading
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
-from trajpack.agent.errors import SetupError
+from rich.console import Console
+from rich.progress import Progress as Bar
+
+from trajpack.agent.errors import SetupError, has_engine_ended
 from trajpack.agent.models.hub import model_folder
-from trajpack.agent.rollout.files import save_rollout
-from trajpack.agent.rollout.log import RolloutLog
-from trajpack.agent.rollout.places import tokenizer_folder, writable
-from trajpack.agent.rollout.rollout import Rollout, RolloutOutcome, prepare_rollout
-from trajpack.agent.rollout.settings import LayoutName, RolloutSettings
+from trajpack.agent.rollout.files import RolloutLog, save_rollout
+from trajpack.agent.rollout.rollout import Rollout, prepare_rollout
+from trajpack.agent.rollout.settings import LayoutName, RolloutSettings, tokenizer_folder
 from trajpack.agent.runner import silence
 from trajpack.agent.runner.runner import EpisodeResult, Progress
-from trajpack.commands.panels import summary
-from trajpack.commands.progress import EpisodeBoard
-from trajpack.commands.terminal import make_console, say, silence_transformers, tell, writing
+from trajpack.commands.terminal import make_console, say, show, tell, writing
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.batch.description import counted, describe
 from trajpack.packing.buffer.buffer import TrajectoryBuffer
@@ -35,8 +33,6 @@ from trajpack.packing.tree.statistics import describe_tree
 
 if TYPE_CHECKING:
     from trajpack.agent.observability.metrics import RolloutMetrics
-
-_NOTHING = "no batch was written"
 
 
 def roll_out(settings: RolloutSettings, layout: LayoutName, out: Path) -> int:
@@ -47,203 +43,210 @@ def roll_out(settings: RolloutSettings, layout: LayoutName, out: Path) -> int:
     batch if it was written.
     """
     saved: list[Path] = []
+
+    def interrupt(*_: object) -> None:
+        """Handle SIGTERM as Ctrl-C is handled at that moment."""
+        handler = signal.getsignal(signal.SIGINT)
+        (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, None)
+
+    before = signal.signal(signal.SIGTERM, interrupt)
     try:
-        with _sigterm_as_interrupt():
-            return _roll_out(settings, layout, out, saved=saved)
+        return _roll_out(_prepare(settings, out), layout, out, saved=saved)
     except KeyboardInterrupt:
+        written = f"the batch is in {out}" if saved else "no batch was written"
         kept = "" if settings.log is None else f"; {settings.log} has what has finished"
-        say(f"interrupted: {f'the batch is in {out}' if saved else _NOTHING}{kept}")
+        say(f"interrupted: {written}{kept}")
         return 130
     except SetupError as error:
         if not saved:
             raise
         raise SetupError(f"{error}; the batch is in {out}") from error
-
-
-@contextlib.contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
-    """Handle SIGTERM as Ctrl-C is handled at that moment."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        handler = signal.getsignal(signal.SIGINT)
-        (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, frame)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def _roll_out(
-    settings: RolloutSettings, layout: LayoutName, out: Path, *, saved: list[Path]
-) -> int:
-    """Roll out; add ``out`` to ``saved`` once the batch is written."""
-    silence_transformers()
+def _prepare(settings: RolloutSettings, out: Path) -> Rollout:
+    """Load model and questions, and see whether the folders can be written."""
+    from transformers.utils import logging as of_transformers
+
+    of_transformers.set_verbosity_error()
+    of_transformers.disable_progress_bar()
     if settings.model is not None:
-        settings = replace(
-            settings, model=model_folder(settings.model, say, weights=not settings.has_servers)
-        )
+        folder = model_folder(settings.model, say, weights=not settings.has_servers)
+        settings = replace(settings, model=folder)
     say("loading model and questions")
     prepared = prepare_rollout(settings)
-    if len(prepared.prompts) < settings.num_prompts:
-        num_there = counted(len(prepared.prompts), "question")
-        say(f"{settings.dataset} has {num_there}, fewer than {settings.num_prompts:,}: all asked")
+    num_questions = len(prepared.prompts)
+    if num_questions < settings.num_prompts:
+        there = f"{settings.dataset} has {counted(num_questions, 'question')}"
+        say(f"{there}, fewer than {settings.num_prompts:,}: all asked")
+    for folder in filter(None, (out.parent, settings.answers)):
+        with writing(folder):  # refused now, not after the episodes
+            for place in (folder, *folder.parents):
+                with contextlib.suppress(FileNotFoundError):
+                    tempfile.TemporaryFile(dir=place).close()
+                    break
+    return prepared
+
+
+def _roll_out(prepared: Rollout, layout: LayoutName, out: Path, *, saved: list[Path]) -> int:
+    """Roll out; add ``out`` to ``saved`` once the batch is written."""
+    settings = prepared.settings
     with contextlib.ExitStack() as stack:
-        for folder in filter(None, (out.parent, settings.answers)):
-            stack.enter_context(writable(folder))
-        log = None
-        if settings.log is not None:
-            log = stack.enter_context(RolloutLog(settings.log, prepared))
-        observers = stack.enter_context(_metrics(settings))
-        board, episodes, status = _run_episodes(prepared, log, observers)
-        outcome = prepared.outcome(episodes)
-        ended = _engine_end(prepared, outcome, board)
-        if not outcome.trajectories:
+        log = stack.enter_context(RolloutLog(settings.log, prepared)) if settings.log else None
+        observers = stack.enter_context(_metrics(settings.metrics_port))
+        progress, results, status = _run_episodes(prepared, log, observers)
+        results = prepared.in_order(results)
+        errors = [result.error for result in results if result.error is not None]
+        failures = Counter(error.reason for error in errors).most_common(5)
+        ended = next((error.reason for error in errors if has_engine_ended(error)), "")
+        if ended:
+            num_left = prepared.num_episodes - len(results)
+            num_failed = f"{len(errors):,} of {prepared.num_episodes:,} episodes failed"
+            ended = f"{ended}: {num_failed} and {num_left:,} were never started"
+        if len(errors) == len(results):
             if status:
                 raise KeyboardInterrupt
-            [(reason, _)] = outcome.failures.most_common(1)
-            common = f"all {len(outcome.results)} episodes failed, most of them so: {reason}"
-            raise SetupError(f"{ended or common}; {_NOTHING}")
+            common = f"all {len(results)} episodes failed, most of them so: {failures[0][0]}"
+            raise SetupError(f"{ended or common}; no batch was written")
         buffer = TrajectoryBuffer(device=settings.device)
-        buffer.extend(outcome.trajectories)
+        buffer.extend(path for result in results for path in result.trajectories)
         began = time.perf_counter()
         batch = buffer.pack("merged" if layout == "tree" else layout)
         for metrics in observers:
             metrics.pack_ended(batch, time.perf_counter() - began)
         with writing(out):
+            out.parent.mkdir(parents=True, exist_ok=True)
             save_rollout(batch, prepared.tokenizer, out)
         saved.append(out)
-        rows = report(outcome, board.progress, batch, num_merged=buffer.num_tokens)
-        rows += tree_rows(batch, layout)
-        title = f"{len(outcome.results):,} of {prepared.num_episodes:,} episodes"
-        _show(settings, out, rows, title)
+        rows = report(results, progress, batch, num_merged=buffer.num_tokens)
+        rows += [*tree_rows(batch, layout), *failure_rows(failures)]
+        console = make_console()
+        show(console, f"{len(results):,} of {prepared.num_episodes:,} episodes", rows)
+        if settings.model is None:
+            tell(console, "The tiny model has random weights: a right answer is luck.")
+        places = {"batch": out, "tokenizer": tokenizer_folder(out), "answers": settings.answers}
+        for name, place in (places | {"log": settings.log}).items():
+            if place is not None:
+                tell(console, f"{name:10} {place}")
+        tell(console, f"Look at it with: trajpack inspect {out}")
         if ended:
             raise SetupError(ended)
     return status
 
 
-def _engine_end(prepared: Rollout, outcome: RolloutOutcome, board: EpisodeBoard) -> str:
-    """Return what an engine left undone that ended before the episodes; else an empty text."""
-    if outcome.engine_failure is None:
-        return ""
-    num_failed = f"{outcome.failures.total():,} of {prepared.num_episodes:,} episodes failed"
-    num_left = f"{board.total - board.progress.num_started:,} were never started"
-    return f"{outcome.engine_failure}: {num_failed} and {num_left}"
-
-
 def _run_episodes(
-    prepared: Rollout, log: RolloutLog | None, observers: tuple[RolloutMetrics, ...]
-) -> tuple[EpisodeBoard, list[EpisodeResult], int]:
-    """Run the episodes that the log does not have; return the board, all results and the status.
+    prepared: Rollout, log: RolloutLog | None, observers: Sequence[RolloutMetrics]
+) -> tuple[Progress, list[EpisodeResult], int]:
+    """Run the episodes that the log does not have; return progress, all results and the status.
 
     The status is 130 if a signal stopped the episodes.
     """
-    episodes: list[EpisodeResult] = []
+    results: list[EpisodeResult] = []
     finished = frozenset[str]() if log is None else log.finished
-    num_left = prepared.num_episodes - len(finished)
     if log is not None and finished:
         there = f"{len(finished):,} of {prepared.num_episodes:,} episodes"
         say(f"{log.folder} has {there}: going on from there")
-        episodes += log.earlier(prepared.prompts, prepared.settings.group_size)
-    board, status = EpisodeBoard(num_left, make_console(stderr=True)), 0
+        results += log.earlier()
+    board, status = EpisodeBoard(prepared.num_episodes - len(finished)), 0
 
     async def gather() -> None:
         running = prepared.episodes(board.update, observers=observers, finished=finished)
         async with running as stream:
             async for result in stream:
-                episodes.append(result)
+                results.append(result)
                 if log is not None:
                     log.record(result)
 
+    logger, handler = logging.getLogger("trajpack.agent"), _FirstOfEachKind()
+    logger.addHandler(handler)
+    was_propagating, logger.propagate = logger.propagate, False
     try:
-        with _summarised_warnings(), board:
-            if num_left:
+        with board:
+            if board.total:
                 asyncio.run(gather())  # the first Ctrl-C cancels it, and it ends in order
     except KeyboardInterrupt:
         status = 130
         say("stopped; saving what has finished; Ctrl-C again to give it up")
-    return board, episodes, status
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = was_propagating
+    return board.progress, results, status
+
+
+class EpisodeBoard:
+    """Progress of episodes: a bar on a terminal, elsewhere a line every few seconds."""
+
+    def __init__(self, total: int, console: Console | None = None) -> None:
+        console = console or Console(stderr=True)
+        self.total, self.progress = total, Progress()
+        self._is_live = console.is_terminal and not console.is_dumb_terminal
+        self._next_line_at = 0.0
+        self._bar = Bar(console=console, disable=not self._is_live)
+        self._task = self._bar.add_task("episodes", total=total)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._bar.stop()
+
+    def update(self, progress: Progress) -> None:
+        """Move the bar; or print a line for the first and the last episode, and between."""
+        num, before = progress.num_finished, self.progress.num_finished
+        self.progress = progress
+        success = progress.num_rewarded_turns / max(progress.num_kept_turns, 1)
+        words = (
+            f"episodes {num:,} of {self.total:,}, {progress.num_turns:,} turns, "
+            f"{progress.tokens_per_s:,.0f} tokens/s, {success:.0%} right"
+        )
+        words += f", {progress.num_failed:,} failed" if progress.num_failed else ""
+        self._bar.update(self._task, completed=num, description=words)
+        is_mark = num != before and num in (1, self.total)
+        if not self._is_live and (is_mark or time.monotonic() >= self._next_line_at):
+            self._next_line_at = time.monotonic() + 5
+            minutes, seconds = divmod(int(progress.elapsed_s), 60)
+            say(f"{words}, {minutes}:{seconds:02}")
+
+
+class _FirstOfEachKind(logging.Handler):
+    """Prints the first warning of each kind, and all of silence; errors come with the episodes."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._kinds: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        is_new = record.levelno == logging.WARNING and record.msg not in self._kinds
+        if is_new or record.name == silence.__name__:
+            self._kinds.add(record.msg)
+            say(record.getMessage())
 
 
 @contextlib.contextmanager
-def _metrics(settings: RolloutSettings) -> Iterator[tuple[RolloutMetrics, ...]]:
-    """Serve metrics if they are asked for, and return their observer."""
-    if settings.metrics_port is None:
-        yield ()
+def _metrics(port: int | None) -> Iterator[list[RolloutMetrics]]:
+    """Serve metrics if a port is given, and return their observer."""
+    if port is None:
+        yield []
         return
     from trajpack.agent.observability.metrics import RolloutMetrics
-    from trajpack.packing.optional import require
 
-    require("prometheus_client")
+    metrics, address = RolloutMetrics(), "127.0.0.1"
     import prometheus_client
 
-    metrics = RolloutMetrics()
-    address = "127.0.0.1"
     try:
-        server, thread = prometheus_client.start_http_server(
-            settings.metrics_port, address, metrics.registry
-        )
+        server, thread = prometheus_client.start_http_server(port, address, metrics.registry)
     except OSError as error:
-        reason = error.strerror or error
-        where = f"port {settings.metrics_port}"
-        raise SetupError(f"cannot serve metrics at {where}: {reason}") from error
+        problem = f"cannot serve metrics at port {port}: {error.strerror or error}"
+        raise SetupError(problem) from error
     say(f"metrics at http://{address}:{server.server_port}/metrics")
     try:
-        yield (metrics,)
+        yield [metrics]
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
-
-
-def _show(settings: RolloutSettings, out: Path, rows: list[tuple[str, str]], title: str) -> None:
-    console = make_console()
-    console.print(summary(rows, title, console.width))
-    if settings.model is None:
-        tell(console, "The tiny model has random weights: a right answer is luck.", "dim")
-    tell(console, f"batch      {out}")
-    tell(console, f"tokenizer  {tokenizer_folder(out)}")
-    tell(console, f"answers    {settings.answers}")
-    if settings.log is not None:
-        tell(console, f"log        {settings.log}")
-    tell(console, f"Look at it with: trajpack inspect {out}", "dim")
-
-
-class _Warnings(logging.Handler):
-    """Counts warnings by kind and keeps the first of each; prints those of silence at once."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.firsts: dict[str, str] = {}
-        self.counts = Counter[str]()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.name == silence.__name__:
-            say(record.getMessage())
-        elif record.levelno == logging.WARNING:  # errors come with the episodes
-            self.firsts.setdefault(record.msg, record.getMessage())
-            self.counts[record.msg] += 1
-
-
-@contextlib.contextmanager
-def _summarised_warnings() -> Iterator[None]:
-    """Print one line for each kind of warning at the end."""
-    logger = logging.getLogger("trajpack.agent")
-    warnings, was_propagating = _Warnings(), logger.propagate
-    logger.addHandler(warnings)
-    logger.propagate = False
-    try:
-        yield
-    finally:
-        logger.removeHandler(warnings)
-        logger.propagate = was_propagating
-        for kind, first in warnings.firsts.items():
-            num_more = warnings.counts[kind] - 1
-            say(first + (f" (and {num_more:,} more like it)" if num_more else ""))
 
 
 def tree_rows(batch: PackedBatch, layout: LayoutName) -> list[tuple[str, str]]:
@@ -251,46 +254,33 @@ def tree_rows(batch: PackedBatch, layout: LayoutName) -> list[tuple[str, str]]:
     return describe_tree(tree_of(batch).statistics()) if layout == "tree" else []
 
 
-def failure_rows(failures: Counter[str]) -> list[tuple[str, str]]:
-    """Return a row for each of the most common reasons of failure."""
-    rows = [(f"failed {count:,}", reason) for reason, count in failures.most_common(5)]
-    if len(failures) > 5:
-        rows.append(("failed", counted(len(failures) - 5, "more reason")))
-    return rows
+def failure_rows(failures: Iterable[tuple[str, int]]) -> list[tuple[str, str]]:
+    """Return a row for each reason of failure and its count."""
+    return [(f"failed {count:,}", reason) for reason, count in failures]
 
 
 def report(
-    outcome: RolloutOutcome, progress: Progress, batch: PackedBatch, *, num_merged: int
+    results: Sequence[EpisodeResult], progress: Progress, batch: PackedBatch, *, num_merged: int
 ) -> list[tuple[str, str]]:
     """Return the results of a rollout as pairs of a name and a formatted value.
 
     ``num_merged`` counts the tokens of the trajectories, each once. Padding would make a rectangle
     as wide as the longest sequence.
     """
-    turns = [turn for path in outcome.trajectories for turn in path.turns]
+    turns = [turn for one in results for path in one.trajectories for turn in path.turns]
     num_as_turns = sum(len(turn.prompt_ids) + len(turn.completion_ids) for turn in turns)
     num_right = sum(turn.reward > 0 for turn in turns)
-    num_finished, num_failed = len(outcome.results), outcome.failures.total()
-    num_earlier = num_finished - progress.num_finished
+    num_failed = sum(result.error is not None for result in results)
+    num_earlier = len(results) - progress.num_finished
     earlier = f", {num_earlier:,} earlier" if num_earlier > 0 else ""
     capacity = len(batch) * batch.max_seqlen
-    return [
-        ("episodes", f"{num_finished:,} finished, {num_failed:,} of them failed{earlier}"),
-        (
-            "right answers",
-            f"{num_right:,} of {len(turns):,} ({num_right / max(len(turns), 1):.1%})",
-        ),
-        ("speed", f"{progress.tokens_per_s:,.0f} generated tokens/s, {progress.elapsed_s:.1f} s"),
-        (
-            "packing saves",
-            f"{1 - num_merged / num_as_turns:.0%} of the tokens: {num_merged:,} in place of "
-            f"{num_as_turns:,}, turn by turn",
-        ),
-        (
-            "padding adds",
-            f"{capacity / batch.num_tokens - 1:.0%}: {capacity:,} tokens in place of "
-            f"{batch.num_tokens:,}",
-        ),
-        *describe(batch),
-        *failure_rows(outcome.failures),
-    ]
+    rows = {
+        "episodes": f"{len(results):,} finished, {num_failed:,} of them failed{earlier}",
+        "right answers": f"{num_right:,} of {len(turns):,} ({num_right / len(turns):.1%})",
+        "speed": f"{progress.tokens_per_s:,.0f} generated tokens/s, {progress.elapsed_s:.1f} s",
+        "packing saves": f"{1 - num_merged / num_as_turns:.0%} of the tokens: {num_merged:,} in "
+        f"place of {num_as_turns:,}, turn by turn",
+        "padding adds": f"{capacity / batch.num_tokens - 1:.0%}: {capacity:,} tokens in place of "
+        f"{batch.num_tokens:,}",
+    }
+    return [*rows.items(), *describe(batch)]

@@ -11,7 +11,7 @@ import pytest
 from trajpack import Trajectory, Turn, load, pack
 from trajpack.agent.errors import SetupError
 from trajpack.agent.rollout.files import save_rollout
-from trajpack.agent.rollout.places import check_places, is_continued, tokenizer_folder, writable
+from trajpack.agent.rollout.settings import check_places, tokenizer_folder
 
 BATCH = pack([Trajectory("a", [Turn([1], [2], [-1.0])])])
 
@@ -42,52 +42,28 @@ def test_the_tokenizer_of_an_earlier_batch_is_replaced(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
-@pytest.mark.parametrize("place", ["tokenizer", "folder", "batch", "batch, by Ctrl-C"])
+@pytest.mark.parametrize("place", ["tokenizer", "batch", "batch, by Ctrl-C"])
 def test_earlier_files_stay_if_new_ones_cannot_be_written(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "batch.safetensors"
     error = KeyboardInterrupt() if "Ctrl-C" in place else OSError("No space left on device")
-    rename = Path.rename
 
     def fail(*_: object) -> None:
         raise error
-
-    def fail_to_rename(self: Path, target: Path) -> Path:
-        return fail() if self.name == "written" else rename(self, target)
 
     with pytest.raises(OSError, match="No space left"):
         save_rollout(BATCH, FullDisk(), out)
     assert not list(tmp_path.iterdir())
     save_rollout(BATCH, NamedTokenizer("first"), out)
     before = out.stat()
-    if place == "folder":
-        monkeypatch.setattr(Path, "rename", fail_to_rename)
-    elif place.startswith("batch"):
+    if place.startswith("batch"):
         monkeypatch.setattr("trajpack.agent.rollout.files.save", fail)
     with pytest.raises(type(error)):
         save_rollout(BATCH, FullDisk() if place == "tokenizer" else NamedTokenizer("second"), out)
     assert [path.name for path in tokenizer_folder(out).iterdir()] == ["first"]
     assert out.stat().st_ino == before.st_ino
     assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_a_tokenizer_is_kept_aside_if_it_cannot_be_put_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "batch.safetensors"
-    save_rollout(BATCH, NamedTokenizer("first"), out)
-    rename = Path.rename
-
-    def fail(self: Path, target: Path) -> Path:
-        if self.name in {"written", "replaced"}:
-            raise OSError("disk")
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", fail)
-    with pytest.raises(OSError, match="disk"):
-        save_rollout(BATCH, NamedTokenizer("second"), out)
-    assert [path.parent.name for path in tmp_path.rglob("first")] == ["replaced"]
 
 
 def test_only_the_folder_of_a_tokenizer_may_be_replaced(tmp_path: Path) -> None:
@@ -117,26 +93,3 @@ def test_a_batch_is_replaced_only_if_asked_to(tmp_path: Path) -> None:
     check_places(out, None, replace=True)
     with pytest.raises(SetupError, match=r"batch.safetensors exists; --force replaces it$"):
         check_places(out, None, replace=False)
-
-
-def test_a_rollout_continues_where_its_log_has_settings(tmp_path: Path) -> None:
-    assert not is_continued(None)
-    assert not is_continued(tmp_path)
-    (tmp_path / "rollout.json").touch()
-    assert is_continued(tmp_path)
-
-
-def test_folders_are_created_and_removed_unless_something_is_in_them(tmp_path: Path) -> None:
-    inner = tmp_path / "a" / "b"
-    with writable(inner):
-        assert not list(inner.iterdir())
-    assert not list(tmp_path.iterdir())
-    with writable(inner):
-        (inner.parent / "kept").touch()
-    assert [path.name for path in (tmp_path / "a").iterdir()] == ["kept"]
-    inner.mkdir()
-    with writable(inner):
-        pass
-    assert inner.is_dir()  # it was there before
-    with pytest.raises(SetupError, match=r"cannot write .*kept/c: "), writable(inner / "../kept/c"):
-        pass

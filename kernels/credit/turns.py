@@ -30,16 +30,13 @@ class Scores(NamedTuple):
     """float64: sum of the turns' rewards, or the scores that were given."""
     lengths: torch.Tensor
     """int32: number of generated tokens."""
-    valid: torch.Tensor
-    """bool: False where the last turn was truncated."""
     shares: torch.Tensor
     """int32 ``[parts, 2]``: the trajectories with turns in each part of all, and those of them
-    with a score that is not 0. Only valid ones count, if ``masks``."""
+    with a score that is not 0. None of these was truncated."""
 
 
-def scores_of_trajectories(  # noqa: PLR0913 - tables of a batch
+def scores_of_trajectories(
     turn_rewards: torch.Tensor,
-    turn_truncated: torch.Tensor,
     cu_generated: torch.Tensor,
     cu_turns: torch.Tensor,
     group_ids: torch.Tensor,
@@ -47,17 +44,17 @@ def scores_of_trajectories(  # noqa: PLR0913 - tables of a batch
     clip: float,
     impl: str,
     given: torch.Tensor | None = None,
-    masks: bool = False,
+    truncated: torch.Tensor | None = None,
 ) -> Scores:
     """Sum the rewards and the generated tokens of each trajectory's turns.
 
     ``turn_rewards`` are float64, ``cu_generated`` int32 ``[turns + 1]``: generated tokens before
     each turn. ``group_ids`` are int32 ``[trajectories]``, negative for padding, which
-    `Scores.shares` leave out. ``given`` are floats ``[trajectories]`` in place of the sums. Scores
-    are clipped to ``[-clip, clip]``.
+    `Scores.shares` leave out as those that ``truncated``, bool ``[trajectories]``, has. ``given``
+    are floats ``[trajectories]`` in place of the sums. Scores are clipped to ``[-clip, clip]``.
     """
-    tables = turn_rewards, turn_truncated, cu_generated, cu_turns, group_ids
-    return Scores(*torch.ops.trajpack.scores_of_trajectories(*tables, given, clip, masks, impl))
+    tables = turn_rewards, cu_generated, cu_turns, group_ids
+    return Scores(*torch.ops.trajpack.scores_of_trajectories(*tables, given, truncated, clip, impl))
 
 
 def spread(
@@ -87,35 +84,30 @@ def spread(
 
 
 def _run_scores(*inputs: Any) -> tuple[torch.Tensor, ...]:
-    *tables, given, clip, masks, impl = inputs
-    turn_rewards, turn_truncated, cu_generated, cu_turns, group_ids = tables
+    *tables, given, truncated, clip, impl = inputs
+    turn_rewards, cu_generated, cu_turns, group_ids = tables
     num_turns = turn_rewards.shape[0]
     check_boundaries("scores_of_trajectories", cu_turns, num_turns, name="cu_turns", end="turns")
     if impl == "triton":
         from trajpack.kernels.credit.turns_triton import scores_forward
 
-        return scores_forward(*tables, given=given, clip=clip, masks=masks)
+        return scores_forward(*tables, given=given, truncated=truncated, clip=clip)
     scores = given
     if scores is None:
         scores = segment_sum_torch(turn_rewards, cu_turns)
     scores = scores.double().clamp(-clip, clip)
-    ends = cu_turns[1:].long()
-    valid = torch.ones_like(ends, dtype=torch.bool)
-    if num_turns:
-        valid = (ends == cu_turns[:-1]) | ~turn_truncated[(ends - 1).clamp(min=0)]
-    counted = (group_ids >= 0) & valid if masks else group_ids >= 0
+    counted = group_ids >= 0 if truncated is None else (group_ids >= 0) & ~truncated
     shares = torch.stack([counted.sum(), (counted & (scores != 0)).sum()]).int()[None]
-    return scores, cu_generated[cu_turns.long()].diff(), valid, shares
+    return scores, cu_generated[cu_turns.long()].diff(), shares
 
 
 def _fake_scores(turn_rewards: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, ...]:
-    scores = turn_rewards.new_empty(inputs[2].shape[0] - 1)
+    scores = turn_rewards.new_empty(inputs[1].shape[0] - 1)
     lengths = torch.empty_like(scores, dtype=torch.int32)
     parts = 1
     if inputs[-1] == "triton":
         parts = -(-scores.shape[0] // block_shape("scores_kernel").block)
-    valid = torch.empty_like(scores, dtype=torch.bool)
-    return scores, lengths, valid, lengths.new_empty((parts, 2))
+    return scores, lengths, lengths.new_empty((parts, 2))
 
 
 def _run_spread(
@@ -155,9 +147,9 @@ def _fake_spread(turn_ids: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, to
 
 
 register_op(
-    "scores_of_trajectories(Tensor turn_rewards, Tensor turn_truncated, Tensor cu_generated, "
-    "Tensor cu_turns, Tensor group_ids, Tensor? given, float clip, bool masks, str impl) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    "scores_of_trajectories(Tensor turn_rewards, Tensor cu_generated, Tensor cu_turns, "
+    "Tensor group_ids, Tensor? given, Tensor? truncated, float clip, str impl) "
+    "-> (Tensor, Tensor, Tensor)",
     _run_scores,
     _fake_scores,
 )

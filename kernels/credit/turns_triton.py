@@ -16,10 +16,10 @@ GENERATED = tl.constexpr(int(Run.GENERATED))
 TURN = tl.constexpr(int(Run.TURN))
 
 
-@triton.jit(do_not_specialize=["num_segments", "masks"])
+@triton.jit(do_not_specialize=["num_segments"])
 def scores_kernel(
-    turn_rewards, turn_truncated, cu_generated, cu_turns, group_ids, given, scores, lengths, valid,
-    shares, num_segments, clip: tl.float64, masks, BLOCK: tl.constexpr,
+    turn_rewards, cu_generated, cu_turns, group_ids, given, truncated, scores, lengths, shares,
+    num_segments, clip: tl.float64, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the scores of ``BLOCK`` trajectories, and how many of a group count and are not 0."""
     segment = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -40,34 +40,32 @@ def scores_kernel(
     first = tl.load(cu_generated + begin, mask=exists, other=0)
     past = tl.load(cu_generated + end, mask=exists, other=0)
     tl.store(lengths + segment, past - first, mask=exists)
-    cut = tl.load(turn_truncated + end - 1, mask=exists & (end > begin), other=0)
-    tl.store(valid + segment, (cut == 0).to(tl.int8), mask=exists)
-    group = tl.load(group_ids + segment, mask=exists, other=-1)
-    counted = (group >= 0) & ((cut == 0) | (masks == 0))
+    counted = tl.load(group_ids + segment, mask=exists, other=-1) >= 0
+    if truncated is not None:
+        counted &= tl.load(truncated + segment, mask=exists, other=0) == 0
     part = shares + 2 * tl.program_id(0)
     tl.store(part, tl.sum(counted.to(tl.int32), 0))
     tl.store(part + 1, tl.sum((counted & (score != 0)).to(tl.int32), 0))
 
 
 def scores_forward(
-    *tables: torch.Tensor, given: torch.Tensor | None, clip: float, masks: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    *tables: torch.Tensor, given: torch.Tensor | None, truncated: torch.Tensor | None, clip: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launch one lane per trajectory; return the fields of `Scores`."""
-    turn_rewards, turn_truncated, cu_generated, cu_turns, group_ids = tables
+    turn_rewards, cu_generated, cu_turns, group_ids = tables
     num_segments = cu_turns.shape[0] - 1
     device = turn_rewards.device
     launch = launch_on("scores_kernel", turn_rewards.get_device())
     programs = cdiv(num_segments, launch.block)
     scores = torch.empty(num_segments, dtype=torch.float64, device=device)
     lengths = torch.empty(num_segments, dtype=torch.int32, device=device)
-    valid = torch.empty(num_segments, dtype=torch.bool, device=device)
     shares = torch.empty((programs, 2), dtype=torch.int32, device=device)
     launch(
-        scores_kernel, programs, turn_rewards, turn_truncated.view(torch.int8), cu_generated,
-        cu_turns, group_ids, given, scores, lengths, valid.view(torch.int8), shares, num_segments,
-        clip, int(masks), BLOCK=launch.block,
+        scores_kernel, programs, turn_rewards, cu_generated, cu_turns, group_ids, given,
+        None if truncated is None else truncated.view(torch.int8), scores, lengths, shares,
+        num_segments, clip, BLOCK=launch.block,
     )  # fmt: skip
-    return scores, lengths, valid, shares
+    return scores, lengths, shares
 
 
 @triton.jit

@@ -210,12 +210,7 @@ def _start(scan: Scan) -> torch.Tensor:
     """Return the state behind each segment's last entry: float64 ``[segments]``."""
     if scan.bootstrap is None:
         return torch.zeros_like(scan.cu_seqlens[1:], dtype=torch.float64)
-    start = (scan.gamma if scan.gammas is None else scan.gammas) * scan.bootstrap.double()
-    if scan.truncated is None or not scan.num_chunks:
-        return start
-    ends = scan.cu_seqlens[1:].long()
-    cut_off = (ends > scan.cu_seqlens[:-1]) & scan.truncated[(ends - 1).clamp(min=0)]
-    return torch.where(cut_off, start, 0.0)
+    return (scan.gamma if scan.gammas is None else scan.gammas) * scan.bootstrap.double()
 
 
 def _clipped_ratios(scan: Scan, tokens: ScannedTokens) -> list[torch.Tensor]:
@@ -465,8 +460,8 @@ register_op(
     "float gamma, float lam, str observation, Tensor? gammas, Tensor? lams, Tensor? bootstrap, "
     "Tensor? logprobs, Tensor? rollout_logprobs, Tensor? ref_logprobs, str? estimator, "
     "Tensor? cu_positions, Tensor? begins, Tensor? spans, Tensor? turn_rewards, "
-    "Tensor? truncated, Tensor? turn_ids, SymInt? num_positions, bool by_turn, float[] limits, "
-    "str kind, SymInt? max_seqlen, str op, str impl) -> (Tensor, Tensor)",
+    "Tensor? turn_ids, SymInt? num_positions, bool by_turn, float[] limits, str kind, "
+    "SymInt? max_seqlen, str op, str impl) -> (Tensor, Tensor)",
     _run,
     _fake,
     setup_context=_setup_context,

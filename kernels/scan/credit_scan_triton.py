@@ -24,7 +24,7 @@ The kernels pass these tuples on, in which an input that is not given is ``None`
 - ``source``: rewards, values, loss mask, chunks, log-probabilities of the KL penalty, and those of
   the importance ratios;
 - ``chunks``: first positions, first tokens, stride of these, spans, rewards, ``((),)`` if a chunk
-  is one action, ``(truncated,)``;
+  is one action;
 - ``owners``: first and last chunk of a program's block, the last chunk of each lane's segment,
   whether each of these segments has one chunk, and the entries behind the block;
 - ``segments``: boundaries, γ and λ of each segment, bootstrap, γ and λ of all;
@@ -225,7 +225,7 @@ def read_chunks(chunks, position, exists, owners, clip):
     A chunk's reward is on its last generated token, with the rewards of the chunks behind it that
     generated nothing.
     """
-    cu_positions, addresses, stride, spans, rewards, _by_turn, _truncated = chunks
+    cu_positions, addresses, stride, spans, rewards, _by_turn = chunks
     first, last, own_last, has_one_each, start = owners
     BLOCK: tl.constexpr = position.shape[0]
     if has_one_each:  # the chunk of a lane's entries is known: its numbers are read once a lane
@@ -482,9 +482,8 @@ def hold_segments(inputs, number, past, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def rates_of(inputs, segment, own_last):
-    """Return γ, λ and the state behind each segment; ``own_last`` are their last chunks."""
-    chunks = inputs[0][3]
+def rates_of(inputs, segment):
+    """Return γ, λ and the state behind each segment."""
     _cu_seqlens, gammas, lams, bootstrap, gamma, lam = inputs[1]
     if gammas is not None:
         gamma = tl.load(gammas + segment)
@@ -492,11 +491,7 @@ def rates_of(inputs, segment, own_last):
         lam = tl.load(lams + segment)
     tail = tl.zeros(segment.shape, tl.float64)
     if bootstrap is not None:
-        goes_on = tl.full(segment.shape, 1, tl.int1)
-        if chunks is not None:  # noqa: SIM102 - the compiler takes one condition at a time
-            if len(chunks[6]) > 0:
-                goes_on = tl.load(chunks[6][0] + own_last) != 0
-        tail = gamma * tl.load(bootstrap + segment, mask=goes_on, other=0.0).to(tl.float64)
+        tail = gamma * tl.load(bootstrap + segment).to(tl.float64)
     return gamma, lam, tail
 
 
@@ -531,7 +526,7 @@ def lay_out(inputs, held, first, number, past, BLOCK: tl.constexpr):
     begin = tl.gather(begin, owner, 0)
     end = tl.where(owned, tl.gather(end, owner, 0), begin)
     own_last = tl.gather(own_last, owner, 0)
-    gamma, lam, tail = rates_of(inputs, tl.minimum(first + owner, past - 1), own_last)
+    gamma, lam, tail = rates_of(inputs, tl.minimum(first + owner, past - 1))
     rate = gamma * lam + tl.zeros_like(tail)
     top = end - 1 - place * EACH
     owners = ()
@@ -849,10 +844,9 @@ def _prepared(scan: Scan) -> tuple[Launch, dict[str, Any]]:
     mask, chunks, observation = scan.loss_mask, None, scan.observation
     # no None and no 1 in tuples: Triton 3.5 and 3.6 cannot compare those that hold one
     if scan.begins is not None:
-        truncated = () if scan.truncated is None else (scan.truncated.view(torch.uint8),)
         chunks = (
             scan.cu_positions, scan.begins, scan.begins.stride(0), scan.spans, scan.turn_rewards,
-            ((),) if scan.by_turn else (), truncated,
+            ((),) if scan.by_turn else (),
         )  # fmt: skip
     elif mask is None:  # all tokens are steps
         observation = "ignore"

@@ -84,9 +84,6 @@ class Scan(NamedTuple):
     """int32 ``[chunks, 2]``: first generated token of each chunk, and one past its last."""
     turn_rewards: torch.Tensor | None = None
     """float64 ``[chunks]``: reward on the last generated token of each chunk."""
-    truncated: torch.Tensor | None = None
-    """bool ``[chunks]``: True where the turn was cut off. Only segments whose last chunk was use
-    their ``bootstrap``; without this tensor all do."""
     turn_ids: torch.Tensor | None = None
     """int32 ``[tokens]``: chunk that generated each token, or a negative number."""
     num_positions: int | None = None

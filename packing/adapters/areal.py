@@ -162,7 +162,8 @@ def to_sequence_sample(batch: PackedBatch) -> dict[str, Any]:
     packed_input_ids   int64   L, each turn     prompt and completion
     prompt_mask        bool    L, each turn     True on the prompt
     packed_logprobs    float32 L - 1, each turn entry j belongs to token j + 1; 0 on prompts
-    seq_no_eos_mask    bool    1, each turn     True where no end of sequence was sampled
+    seq_no_eos_mask    bool    1, each turn     True where the turn, the last one's trajectory,
+                                                was cut off
     rewards            float32 1, each turn     discounted backward over the turns
     version_start      int32   1, each turn     policy version of the first sampled token
     version_end        int32   1, each turn     policy version of the last sampled token
@@ -197,7 +198,10 @@ def to_sequence_sample(batch: PackedBatch) -> dict[str, Any]:
             torch.cat([batch.input_ids[:0], *prompts]),
             [[len(prompt)] for prompt in prompts],
         ),
-        "seq_no_eos_mask": (batch.turn_truncated, each_turn),
+        "seq_no_eos_mask": (
+            batch.turn_truncated.index_copy(0, batch.cu_turns[1:].long() - 1, batch.truncated),
+            each_turn,
+        ),
         "rewards": (batch.turn_returns, each_turn),
         "version_start": (batch.turn_version_start, each_turn),
         "version_end": (batch.turn_version_end, each_turn),

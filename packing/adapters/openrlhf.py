@@ -14,6 +14,7 @@ from trajpack.packing.rows.rows import (
     prompt_lengths_of,
     right_padded,
     row_groups,
+    row_owners,
     row_scores,
 )
 
@@ -37,8 +38,7 @@ def to_experience_dict(
     """
     check_whole("to_experience_dict", batch)
     scores = row_scores(batch, rewards)
-    turn, sequence = torch.arange(batch.num_turns, device=batch.device), batch.turn_sequence.long()
-    last_turn = turn.new_zeros(len(batch)).scatter_reduce(0, sequence, turn, "amax")
+    sequence = batch.turn_sequence.long()
     begin, end = batch.turn_spans[:, 0].long(), batch.turn_spans[:, 1].long()
     first = batch.cu_seqlens[:-1].long() + prompt_lengths_of(batch)
     last = first.scatter_reduce(0, sequence, torch.where(end > begin, end, 0), "amax")
@@ -50,7 +50,7 @@ def to_experience_dict(
         "rewards": scores,
         "scores": scores.clone(),
         "response_length": last - first,
-        "truncated": batch.turn_truncated[last_turn],
+        "truncated": batch.truncated[row_owners(batch)],
         "total_length": batch.cu_seqlens.diff().float(),
         "info": {"reward": scores.clone()},
         "prompts": row_groups(batch),

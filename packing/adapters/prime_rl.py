@@ -32,7 +32,7 @@ from trajpack.packing.rows.sampling_mask import (
     mask_rows,
     masks_of,
 )
-from trajpack.packing.types import Trajectory
+from trajpack.packing.types import Trajectory, Turn
 
 STREAMS = ("ref_logprobs", "rl_weights", "ce_weights", "ref_kl_weights")
 """Float streams that a batch may have, as extra fields of these names."""
@@ -173,12 +173,13 @@ def from_training_samples(
     fields: Sequence[str] = (),
     missing_reward: float | None = None,
 ) -> list[Trajectory]:
-    """Return a trajectory for each ``TrainingSample``, or object or mapping with its fields.
+    """Return the trajectories of ``TrainingSample``, or of objects or mappings with its fields.
 
     Packed in layout ``"merged"``, tokens, mask and log-probabilities are those of the samples. A
     sample has no name, group, reward, version or truncation, so the first four are arguments:
     ``ids`` are numbers if ``None``, ``rewards`` are for the last turns, ``versions`` are those that
-    sampled, 0 if ``None``. Advantages are not read.
+    sampled, 0 if ``None``. Samples with one id in a group, the branches of a trace, are one
+    trajectory, in their order; they must have one reward. Advantages are not read.
 
     ``fields`` may be per-token lists such as ``"temperatures"`` and ``"sampling_mask"``, which is
     ragged, for generated tokens, and ``"routed_experts"``, for prompt and completion: declare the
@@ -197,39 +198,41 @@ def from_training_samples(
     of_versions = reading.labels_of(
         op, "versions", [0] * count if versions is None else versions, count
     )
-    keys = {key: key for key in (*NEEDED, *fields, "sampling_mask")}
-    given = [{key: _get(sample, key) for key in (*keys, *REFUSED)} for sample in samples]
-    for name, sample in zip(names, given, strict=True):
-        whose = f"trajectory {name!r}"
-        reading.check_carried(whose, sample, fields=(*NEEDED, *fields), keys=keys, refused=REFUSED)
-        if _get(sample["sampling_mask"], "logprobs") is not None:
-            raise ValueError(f"{whose}: logprobs of a sampling_mask are not carried")
+    traces: dict[tuple[str, str | None], list[int]] = {}
+    for index, key in enumerate(zip(names, of_groups, strict=True)):
+        traces.setdefault(key, []).append(index)
     trajectories = []
-    for index, (name, sample) in enumerate(zip(names, given, strict=True)):
-        rows = {field: _rows(sample[field], field) for field in fields if field != "sampling_mask"}
-        if "sampling_mask" in fields:
-            mask = sample["sampling_mask"]
-            rows["sampling_mask"] = mask_of_counts(name, _get(mask, "ids"), _get(mask, "counts"))
-        reward = reading.reward_or_missing(
+    for (name, group), own in traces.items():
+        reward = reading.shared_reward(
             op,
-            of_rewards[index],
+            [of_rewards[index] for index in own],
             missing_reward,
-            expected="the argument rewards" if rewards is None else f"rewards[{index}]",
+            expected="the argument rewards" if rewards is None else f"rewards[{own[-1]}]",
             of=f"trajectory {name!r}",
         )
-        trajectories.append(
-            masked_trajectory(
-                name,
-                sample["token_ids"],
-                sample["mask"],
-                sample["logprobs"],
-                version_range=(of_versions[index], of_versions[index]),
-                reward=reward,
-                fields=rows,
-                group=of_groups[index],
-            )
-        )
+        turns: list[Turn] = []
+        for index in own:
+            options = _sample(samples[index], name, fields)
+            options["reward"] = reward if index == own[-1] else 0.0
+            versions_of = of_versions[index], of_versions[index]
+            turns += masked_trajectory(name, **options, version_range=versions_of).turns
+        trajectories.append(Trajectory(name, turns, group))
     return trajectories
+
+
+def _sample(sample: Any, name: str, fields: Sequence[str]) -> dict[str, Any]:
+    """Return arguments of `masked_trajectory` for a sample."""
+    whose, keys = f"trajectory {name!r}", {key: key for key in (*NEEDED, *fields, "sampling_mask")}
+    given = {key: _get(sample, key) for key in (*keys, *REFUSED)}
+    reading.check_carried(whose, given, fields=(*NEEDED, *fields), keys=keys, refused=REFUSED)
+    mask = given["sampling_mask"]
+    if _get(mask, "logprobs") is not None:
+        raise ValueError(f"{whose}: logprobs of a sampling_mask are not carried")
+    rows = {field: _rows(given[field], field) for field in fields if field != "sampling_mask"}
+    if "sampling_mask" in fields:
+        rows["sampling_mask"] = mask_of_counts(name, _get(mask, "ids"), _get(mask, "counts"))
+    columns = {"input_ids": "token_ids", "mask": "mask", "logprobs": "logprobs"}
+    return {"fields": rows, **{name: given[key] for name, key in columns.items()}}
 
 
 def _get(row: Any, name: str) -> Any:

@@ -22,12 +22,14 @@ from trajpack.packing.rows.rows import (
     in_response,
     prompt_lengths_of,
     row_groups,
+    row_owners,
     row_scores,
     token_scores,
     widths_of,
 )
 from trajpack.packing.rows.sampling_mask import mask_rows, without_padding
-from trajpack.packing.types import Trajectory
+from trajpack.packing.turn_fields import STOP_REASONS
+from trajpack.packing.types import Trajectory, Turn
 
 ROUTE_DTYPES = (torch.uint8, torch.int16, torch.int32)
 """Dtypes of expert numbers that SkyRL takes."""
@@ -61,7 +63,8 @@ def to_generator_output(
     last, which no engine forwards: declare ``routed_experts`` with ``generated_only=False``.
 
     If trajectories have several sequences each (layout ``"turns"``, or rewritten histories), set
-    SkyRL's ``generator.step_wise_trajectories``. SkyRL wants the trajectories of a group next to
+    SkyRL's ``generator.step_wise_trajectories``. It then counts the rewards of the last one alone,
+    at whose end is the trajectory's whole reward. SkyRL wants the trajectories of a group next to
     each other.
 
     Raises:
@@ -74,6 +77,7 @@ def to_generator_output(
         )
     rows = RowLists(batch)
     by_token = rewards == "tokens"
+    scores = _scores(batch, by_token=by_token)
     numbers: list[int] = []  # of each trajectory in its group
     seen: Counter[int] = Counter()
     for group in batch.group_ids.tolist():
@@ -86,9 +90,9 @@ def to_generator_output(
     found = {
         "prompt_token_ids": rows.prompts(batch.input_ids),
         "response_ids": rows.responses(batch.input_ids),
-        "rewards": rows.responses(token_scores(batch)) if by_token else row_scores(batch).tolist(),
+        "rewards": rows.responses(scores) if by_token else scores.tolist(),
         "loss_masks": rows.responses(batch.loss_mask.int()),
-        "stop_reasons": ["length" if cut else "stop" for cut in rows.truncated],
+        "stop_reasons": _stop_reasons(batch, rows),
         "rollout_logprobs": rows.responses(batch.rollout_logprobs),
         "trajectory_ids": labels,
         "is_last_step": [one != other for one, other in pairwise([*rows.trajectories, None])],
@@ -147,7 +151,7 @@ def to_training_input(
         "attention_mask": whole(torch.ones_like(batch.input_ids)),
         "response_mask": response(is_response.long()),
         "loss_mask": response(batch.loss_mask.float()),
-        "rewards": response(token_scores(batch)),
+        "rewards": response(_scores(batch, by_token=True)),
         "rollout_logprobs": response(batch.rollout_logprobs),
     }
     if batch.advantages is not None:
@@ -192,7 +196,8 @@ def from_generator_output(
 
     Entries with the same ``trajectory_ids``, the steps of a step-wise output, are one trajectory;
     without ids each entry is one. Rewards at tokens go to their turns, a single one to the entry's
-    last turn; that turn is truncated if the entry stopped for its length. Groups are the
+    last turn, if the entry is the last of its trajectory. An entry's last turn has its stop reason,
+    and is truncated by another than ``"stop"`` and ``"tool_calls"``. Groups are the
     ``instance_id``. Lost in the format: policy versions.
 
     ``fields`` may be ``"routed_experts"`` (rows of prompt and completion, 0, 1, 2, ... where no
@@ -210,21 +215,22 @@ def from_generator_output(
             raise ValueError(
                 f"{op}: {key} must be {count}, one for each of response_ids, got {len(output[key])}"
             )
-    labels = output.get("trajectory_ids")
-    found: dict[str, Trajectory] = {}
-    for row in range(count):
-        name, group = str(row), None
-        if labels is not None:
-            if not hasattr(labels[row], "to_string"):
-                raise TypeError(
-                    f"{op}: trajectory_ids must be of class TrajectoryID, got {labels[row]!r}"
-                )
-            name, group = str(labels[row].to_string()), str(labels[row].instance_id)
-        options = _entry(output, row, name, fields=fields, missing_reward=missing_reward)
-        trajectory = masked_trajectory(name, **options)
-        before = found[name].turns if name in found else ()
-        found[name] = Trajectory(name, [*before, *trajectory.turns], group)
-    return list(found.values())
+    entries: dict[tuple[str, str | None], list[int]] = {}
+    for row, label in enumerate(output.get("trajectory_ids") or [None] * count):
+        if label is not None and not hasattr(label, "to_string"):
+            raise TypeError(f"{op}: trajectory_ids must be of class TrajectoryID, got {label!r}")
+        key = (str(row), None) if label is None else (label.to_string(), str(label.instance_id))
+        entries.setdefault(key, []).append(row)
+    trajectories = []
+    for (name, group), own in entries.items():
+        turns: list[Turn] = []
+        for row in own:
+            options = _entry(output, row, name, fields=fields, missing_reward=missing_reward)
+            if row != own[-1]:
+                options["reward"] = 0.0
+            turns += masked_trajectory(name, **options).turns
+        trajectories.append(Trajectory(name, turns, group))
+    return trajectories
 
 
 def _entry(
@@ -248,6 +254,8 @@ def _entry(
     by_token = as_array.ndim > 0
     if by_token and as_array.dtype == object:  # None is among them
         reward = [given(one, f"rewards[{row}][{index}]") for index, one in enumerate(reward)]
+    word = None if reasons is None else reasons[row]
+    word = "tool" if word == "tool_calls" else word
     prompt, response = output["prompt_token_ids"][row], output["response_ids"][row]
     rows: dict[str, Any] = {field: host_array(output[CARRIED[field]][row]) for field in fields}
     if "sampling_mask" in rows:
@@ -263,9 +271,38 @@ def _entry(
         "logprobs": output["rollout_logprobs"][row],
         "token_rewards": reward if by_token else None,
         "reward": 0.0 if by_token else reward,
-        "truncated": reasons is not None and reasons[row] == "length",
+        "truncated": word not in (None, "stop", "tool"),
+        "stop_reason": word if word in STOP_REASONS else None,
         "fields": rows,
     }
+
+
+def _scores(batch: PackedBatch, *, by_token: bool) -> torch.Tensor:
+    """Return the reward of each sequence, or the rewards at tokens.
+
+    A trajectory of several sequences has all of it at the last one, at its end.
+    """
+    edges = torch.ones(len(batch) + 1, dtype=torch.bool, device=batch.device)
+    edges[1:-1] = row_owners(batch).diff() != 0
+    whole = torch.where(edges[1:], row_scores(batch), 0.0)
+    if not by_token:
+        return whole
+    at_end = whole.new_zeros(batch.num_tokens).index_copy_(
+        0, batch.cu_seqlens[1:].long() - 1, whole
+    )
+    at_end = torch.where(in_response(batch, prompt_lengths_of(batch)), at_end, 0.0)
+    is_alone = (edges[:-1] & edges[1:])[batch.sequence_ids.long()]
+    return torch.where(is_alone, token_scores(batch), at_end)
+
+
+def _stop_reasons(batch: PackedBatch, rows: RowLists) -> list[str]:
+    """Return a word for each sequence: ``"stop"``, or why its trajectory was cut off."""
+    last = batch.turn_stop_reasons[batch.cu_turns[1:].long() - 1].tolist()
+    words = [STOP_REASONS[last[trajectory]] for trajectory in rows.trajectories]
+    return [
+        "stop" if not cut else word if word in ("abort", "error") else "length"
+        for cut, word in zip(rows.truncated, words, strict=True)
+    ]
 
 
 def _routes(batch: PackedBatch) -> torch.Tensor:

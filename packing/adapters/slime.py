@@ -16,7 +16,7 @@ from trajpack.packing.rows.masked_tokens import masked_trajectory
 from trajpack.packing.rows.packed import check_not_ragged
 from trajpack.packing.rows.rows import RowLists, row_scores
 from trajpack.packing.rows.sampling_mask import as_integers, mask_of_counts, masks_of
-from trajpack.packing.types import Trajectory
+from trajpack.packing.types import Trajectory, Turn
 
 SAMPLE_KEYS = {
     "routed_experts": "rollout_routed_experts",
@@ -105,18 +105,17 @@ def to_train_data(
     Extra fields as in `to_samples`. slime makes tensors of them: tokens int64, masks int32,
     log-probabilities float32.
 
-    ``rewards`` has one for each sequence, already compared within groups as slime's ``rewards``
-    are, for example by `trajpack.kernels.group_advantages`; ``source_names`` has one for each or is
-    one for all. Other numbers of them are a `ValueError`.
+    ``rewards`` has one for each trajectory, already compared within groups as slime's ``rewards``
+    are, for example by `trajpack.kernels.group_advantages`; ``source_names`` has one for each
+    sequence or is one for all. Other numbers of them are a `ValueError`.
     """
     op, samples = "to_train_data", to_samples(batch)
     found = {key: [sample[of] for sample in samples] for key, of in TRAIN_KEYS.items()}
     if rewards is None:
         found["rewards"] = found["raw_reward"]
     else:
-        found["rewards"] = [
-            float(reward) for reward in reading.labels_of(op, "rewards", rewards, len(samples))
-        ]
+        given = reading.labels_of(op, "rewards", rewards, len(batch.ids), of="trajectory")
+        found["rewards"] = [float(given[rollout]) for rollout in found["rollout_ids"]]
     if isinstance(source_names, str):
         source_names = [source_names] * len(samples)
     found["source_names"] = reading.labels_of(op, "source_names", source_names, len(samples))
@@ -138,42 +137,50 @@ def from_samples(
 ) -> list[Trajectory]:
     """Return the trajectories of ``Sample`` objects, or of dictionaries with their fields.
 
-    A sample is a trajectory. Without a ``loss_mask`` the response is one turn; of a sample to be
-    removed (``remove_sample``) nothing is trained. The reward goes to the last turn, which is
-    truncated if the sample is; groups are the ``group_index``. Versions are ``weight_versions`` if
-    these are numbers: one for each turn if there are as many, else the least and greatest for all.
+    Samples with one ``rollout_id`` in a group are one trajectory, in their order, else each is one;
+    ``ids`` has a name for each trajectory. They must have one reward, which goes to the last turn;
+    a turn is truncated if its sample is. Without a ``loss_mask`` the response is one turn; of a
+    sample to be removed (``remove_sample``) nothing is trained. Groups are the ``group_index``.
+    Versions are ``weight_versions`` if these are numbers: one for each turn if there are as many,
+    else the least and greatest for all.
 
-    Lost in the format: rewards of single turns, versions of single tokens, the common rollout of
-    samples.
+    Lost in the format: rewards of single turns, versions of single tokens.
 
     ``fields`` may be ``"teacher_log_probs"``, ``"sampling_mask"`` (the top-p tokens, ragged) and
     ``"routed_experts"`` (rows of prompt and completion, experts 0, 1, 2, ... at the last token;
     declare the `TokenField` with ``generated_only=False``).
+
+    Raises:
+        ValueError: As in all formats; also for a sample that was aborted, failed or is pending,
+            unless it is to be removed, and for samples of one rollout with different rewards.
     """
     op = "from_samples"
     reading.check_known_fields(op, fields, SAMPLE_KEYS)
-    given = [
-        reading.fields_of(f"{op}: samples[{index}]", sample) for index, sample in enumerate(samples)
-    ]
-    groups = [None if (of := sample.get("group_index")) is None else str(of) for sample in given]
+    rollouts: dict[Any, list[Mapping[str, Any]]] = {}
+    for index, one in enumerate(samples):
+        sample = reading.fields_of(f"{op}: samples[{index}]", one)
+        rollout = sample.get("rollout_id")
+        key = (None, index) if rollout is None else (sample.get("group_index"), rollout)
+        rollouts.setdefault(key, []).append(sample)
+    groups = [own[0].get("group_index") for own in rollouts.values()]
+    groups = [None if group is None else str(group) for group in groups]
     names = reading.row_ids(op, ids, groups)
-    for sample, name in zip(given, names, strict=True):
-        whose = f"trajectory {name!r}"
-        reading.check_carried(whose, sample, fields=fields, keys=SAMPLE_KEYS, refused=IMAGES)
-    rows: list[dict[str, Any]] = [
-        {field: host_array(sample[SAMPLE_KEYS[field]]) for field in fields} for sample in given
-    ]
-    if "sampling_mask" in fields:
-        for name, sample, of_sample in zip(names, given, rows, strict=True):
-            counts = np.diff(as_integers(sample["rollout_top_p_token_offsets"]))
-            ids = sample["rollout_top_p_token_ids"]
-            of_sample["sampling_mask"] = mask_of_counts(name, ids, counts)
-    return [
-        masked_trajectory(
-            name, **_sample(sample, name, of_sample, missing_reward=missing_reward), group=group
+    trajectories = []
+    for name, group, own in zip(names, groups, rollouts.values(), strict=True):
+        reward = reading.shared_reward(
+            op,
+            [sample.get("reward") for sample in own],
+            missing_reward,
+            expected="reward (raw_reward in train data)",
+            of=f"trajectory {name!r}",
         )
-        for sample, name, group, of_sample in zip(given, names, groups, rows, strict=True)
-    ]
+        turns: list[Turn] = []
+        for sample in own:
+            of_sample = reward if sample is own[-1] else 0.0
+            options = _sample(sample, name, fields, reward=of_sample)
+            turns += masked_trajectory(name, **options).turns
+        trajectories.append(Trajectory(name, turns, group))
+    return trajectories
 
 
 def from_train_data(
@@ -183,13 +190,13 @@ def from_train_data(
 ) -> list[Trajectory]:
     """Return the trajectories of the lists that slime's trainer is given.
 
-    As `from_samples`, with its keywords as ``options``; rewards are those of ``raw_reward``. There
-    are no groups and no versions.
+    As `from_samples`, with its keywords as ``options``; rewards are those of ``raw_reward``,
+    rollouts ``rollout_ids``. There are no groups and no versions.
     """
     op = "from_train_data"
     needed = ("tokens", "response_lengths", "loss_masks", "rollout_log_probs", "truncated")
     reading.check_keys(op, train_data, needed)
-    optional = ("raw_reward", *OPTIONAL, *IMAGES)
+    optional = ("raw_reward", "rollout_ids", *OPTIONAL, *IMAGES)
     keys = [*needed, *(key for key in optional if train_data.get(key) is not None)]
     counts = {key: len(train_data[key]) for key in keys}
     if len(set(counts.values())) > 1:
@@ -203,29 +210,32 @@ def from_train_data(
 
 
 def _sample(
-    sample: Mapping[str, Any], name: str, fields: dict[str, Any], *, missing_reward: float | None
+    sample: Mapping[str, Any], name: str, fields: Sequence[str], *, reward: Any
 ) -> dict[str, Any]:
     """Return the arguments of `masked_trajectory` for a sample."""
     whose = f"trajectory {name!r}"
+    reading.check_carried(whose, sample, fields=fields, keys=SAMPLE_KEYS, refused=IMAGES)
     for key in ("tokens", "response_length", "rollout_log_probs"):
         if sample.get(key) is None:
             raise ValueError(f"{whose}: {key} are missing")
     tokens, length = sample["tokens"], int(sample["response_length"])
     if not 0 <= length <= len(tokens):
         raise ValueError(f"{whose}: response_length must be in [0, {len(tokens)}], got {length}")
-    expected = "reward (raw_reward in train data)"
-    reward = reading.reward_or_missing(
-        "from_samples", sample.get("reward"), missing_reward, expected=expected, of=whose
-    )
     if isinstance(reward, Mapping):
         raise ValueError(f"{whose}: reward must be a number, got {reward!r}")
+    status = getattr(sample.get("status"), "value", sample.get("status"))
     mask = sample.get("loss_mask")
     if sample.get("remove_sample"):  # slime keeps its reward in the group
         mask = [0] * length
-    if "routed_experts" in fields:
-        routes = reading.routes_of_all(whose, fields["routed_experts"], len(tokens))
-        fields = fields | {"routed_experts": routes}
-    status = sample.get("status")
+    elif status not in (None, "completed", "truncated"):
+        raise ValueError(f"{whose}: status must be 'completed' or 'truncated', got {status!r}")
+    rows: dict[str, Any] = {field: host_array(sample[SAMPLE_KEYS[field]]) for field in fields}
+    if "sampling_mask" in rows:
+        counts = np.diff(as_integers(sample["rollout_top_p_token_offsets"]))
+        rows["sampling_mask"] = mask_of_counts(name, sample["rollout_top_p_token_ids"], counts)
+    if "routed_experts" in rows:
+        routes = reading.routes_of_all(whose, rows["routed_experts"], len(tokens))
+        rows["routed_experts"] = routes
     versions = [str(version) for version in sample.get("weight_versions") or ()]
     numbered = all(map(str.isdecimal, versions))  # they may be such as "default"
     return {
@@ -234,7 +244,7 @@ def _sample(
         "mask": [1] * length if mask is None else mask,
         "logprobs": sample["rollout_log_probs"],
         "reward": reward,
-        "truncated": getattr(status, "value", status) == "truncated",
+        "truncated": status not in (None, "completed"),
         "turn_versions": [int(version) for version in versions] if numbered else (),
-        "fields": fields,
+        "fields": rows,
     }

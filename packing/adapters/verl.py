@@ -56,8 +56,8 @@ def to_data_proto_dict(
     right. ``non_tensors`` are arrays of ``B``: ``uid``, the group or else the id;
     ``__num_turns__``, two per turn; ``min_global_steps`` and ``max_global_steps``, the policy
     versions. ``meta_info`` are the given entries of the proto, such as the temperature.
-    ``scores="turns"`` puts each turn's reward at its last token, ``"last"`` the sum of the row's
-    rewards at the row's last token, as verl's own agent loops do.
+    ``scores="turns"`` puts each turn's reward at its last token, ``"last"`` the sum of the
+    trajectory's rewards at the row's last token, as verl's own agent loops do.
 
     Raises:
         ValueError: As in all formats, and if a prompt or a response is longer than its width.

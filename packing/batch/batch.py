@@ -426,7 +426,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
             logprobs: ``[tokens]`` floats, at each token's own index, of the trained policy before
                 its update. Default in ``kl``: `rollout_logprobs`.
             bootstrap: ``[trajectories]`` floats, value of the state behind the last token; used for
-                trajectories whose last turn is truncated, if ``truncated="bootstrap"``.
+                trajectories that were cut off (`truncated`), if ``truncated="bootstrap"``.
             scores: ``[trajectories]`` floats that replace the summed rewards, for estimators that
                 compare trajectories.
             state_ids: ``[turns]`` int32 or int64, state of each turn, for `GiGPO`: for instance
@@ -531,8 +531,8 @@ class PackedBatch(LabelMethods, LogprobMethods):
                 token: ``denominator=len(batch)``.
             denominator: Replaces the number of tokens, sequences or groups. For a batch that is
                 spread over ranks: the sum of their `loss_denominator`. ``"constant"`` needs it.
-            truncated: ``"mask"`` gives weight 0 to trajectories whose last turn is truncated, and
-                does not count them.
+            truncated: ``"mask"`` gives weight 0 to trajectories that were cut off, and does not
+                count them.
             impl: See `trajpack.kernels`.
 
         Returns:
@@ -660,8 +660,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
             if aggregation == "prompt_mean":
                 owners = self.group_ids[owners]
         if truncated == "mask" and self.num_turns:
-            cut_off = self.turn_truncated[(self.cu_turns[1:].long() - 1).clamp(min=0)]
-            cut_off = cut_off[self.group_order.owners]
+            cut_off = self.truncated[self.group_order.owners]
             if has_slots and owners is None:
                 owners = torch.arange(self.num_turns, dtype=torch.int32, device=self.device)
             if owners is not None:

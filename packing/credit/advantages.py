@@ -233,7 +233,6 @@ def chunks_of(batch: PackedBatch, estimator: TokenEstimator) -> Scan:
         begins=begins,
         spans=spans,
         turn_rewards=batch.turn_rewards,
-        truncated=batch.turn_truncated if estimator.truncated == "bootstrap" else None,
         turn_ids=batch.turn_ids,
         num_positions=num_positions,
         max_seqlen=_longest(batch, are_steps),
@@ -257,12 +256,15 @@ def _of_tokens(batch: PackedBatch, estimator: TokenEstimator, inputs: Inputs, im
     }
     sampled = batch.rollout_logprobs if inputs.logprobs is None else inputs.logprobs
     by_turn, masks = isinstance(estimator, TurnGAE), estimator.truncated == "mask"
+    bootstrap = inputs.bootstrap
+    if bootstrap is not None:
+        bootstrap = torch.where(batch.truncated, bootstrap, 0.0)
     scan = chunks_of(batch, estimator)._replace(
         values=inputs.values if hasattr(estimator, "lam") else None,
         gamma=float(estimator.gamma),  # type: ignore[attr-defined]
         lam=float(getattr(estimator, "lam", 1.0)),
         observation=getattr(estimator, "observation", "carry"),
-        bootstrap=inputs.bootstrap,
+        bootstrap=bootstrap,
         by_turn=by_turn,
     )
     if estimator.kl is not None:
@@ -283,7 +285,7 @@ def _of_tokens(batch: PackedBatch, estimator: TokenEstimator, inputs: Inputs, im
         values, returns = spread(turns, values, index=first, others=returns, impl=impl)
     if not masks or turns is None:
         return Credit(values, lambda: batch.loss_mask, returns)
-    valid = _members(batch, impl).valid.float()
+    valid = (~batch.truncated).float()
     counts = spread(turns, valid, index=batch.group_order.owners, impl=impl)[0] > 0
     return Credit(torch.where(counts, values, 0.0), partial(_counts, counts, None), returns)
 
@@ -293,7 +295,7 @@ def _of_turns(batch: PackedBatch, estimator: Estimator, impl: str) -> Credit:
     values, returns = batch.turn_returns, _returns(batch, impl)
     valid = None
     if estimator.truncated != "keep":
-        valid = _members(batch, impl).valid[batch.group_order.owners]
+        valid = ~batch.truncated[batch.group_order.owners]
         values = torch.where(valid, values, 0.0)
     counts = partial(_counts_of_turns, batch, valid)
     return Credit(values, counts, returns, are_shared=True)
@@ -302,9 +304,9 @@ def _of_turns(batch: PackedBatch, estimator: Estimator, impl: str) -> Credit:
 def _of_groups(batch: PackedBatch, estimator: GroupEstimator, inputs: Inputs, impl: str) -> Credit:
     """Compare the trajectories of each group."""
     clip = inf if estimator.reward_clip is None else float(estimator.reward_clip)
-    masks = estimator.truncated == "mask"
-    members = _members(batch, impl, given=inputs.scores, clip=clip, masks=masks)
-    valid = members.valid if masks else None
+    truncated = batch.truncated if estimator.truncated == "mask" else None
+    members = _members(batch, impl, given=inputs.scores, clip=clip, truncated=truncated)
+    valid = None if truncated is None else ~truncated
     rule, order, num_groups = estimator.rule, batch.group_order, batch.num_groups
     known = getattr(batch, "longest", None)
     longest = None if known is None else int(known.group)
@@ -441,17 +443,16 @@ def _members(
     *,
     given: torch.Tensor | None = None,
     clip: float = inf,
-    masks: bool = False,
+    truncated: torch.Tensor | None = None,
 ) -> Scores:
     return scores_of_trajectories(
         batch.turn_rewards,
-        batch.turn_truncated,
         batch.cu_generated,
         batch.cu_turns,
         batch.group_ids,
         given=given,
+        truncated=truncated,
         clip=clip,
-        masks=masks,
         impl=impl,
     )
 

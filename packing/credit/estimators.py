@@ -19,7 +19,7 @@ from trajpack.kernels.scan.observations import Observation
 from trajpack.kernels.validation import check_choice, check_integer, check_number
 
 Truncated: TypeAlias = Literal["keep", "mask", "bootstrap"]
-"""Treatment of a trajectory whose last turn was truncated:
+"""Treatment of a trajectory that was cut off, see `Trajectory.truncated`:
 
 - ``"keep"``: as any other.
 - ``"mask"``: its advantages are 0 and it counts in no statistics. Its returns stay, for a critic;
@@ -79,7 +79,7 @@ class Estimator:
     """Base class of all estimators.
 
     Args:
-        truncated: Treatment of a trajectory whose last turn was truncated.
+        truncated: Treatment of a trajectory that was cut off.
         reward_clip: Rewards are first brought within ``[-reward_clip, reward_clip]``: a turn's, or
             the score of a trajectory where the estimator compares trajectories.
     """

@@ -329,7 +329,7 @@ def _trajectories(batch: PackedBatch, decode: Decode | None) -> dict[str, Any]:
             "turns": len(turns),
             "rewards": [_short(one) for one in rewards],
             "generated": int(lengths[turns.start : turns.stop].sum()),
-            "truncated": bool(batch.turn_truncated[turns.stop - 1]) if turns else False,
+            "truncated": bool(batch.truncated[index]),
         }
         if not of_rows.take(row):
             break

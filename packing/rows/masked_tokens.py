@@ -33,6 +33,7 @@ def masked_trajectory(  # noqa: PLR0913 - a keyword for each column
     reward: float = 0.0,
     token_rewards: FloatArray | None = None,
     truncated: bool = False,
+    stop_reason: str | None = None,
     fields: Mapping[str, Any] | None = None,
     group: str | None = None,
 ) -> Trajectory:
@@ -59,6 +60,7 @@ def masked_trajectory(  # noqa: PLR0913 - a keyword for each column
         token_rewards: Rewards at tokens, ``[tokens]``: a turn gets those up to its last token and
             after the turn before; the last turn also gets those behind it.
         truncated: Whether the last turn was truncated.
+        stop_reason: `Turn.stop_reason` of the last turn.
         fields: Extra fields, ``[tokens, *]`` each, or `Ragged`. A turn keeps the rows of its
             completion, or of prompt and completion for `WHOLE_SEQUENCE_FIELDS`.
         group: Group of the trajectory.
@@ -108,6 +110,7 @@ def masked_trajectory(  # noqa: PLR0913 - a keyword for each column
             completion_logprobs=of_logprobs[begin:end],
             reward=of_turn,
             truncated=truncated and end == spans[-1][1],
+            stop_reason=stop_reason if end == spans[-1][1] else None,
             fields={field: part(rows[field], first, end) for field, first in firsts.items()}
             or None,
             **_versions(None if of_tokens is None else of_tokens[begin:end], version_range),

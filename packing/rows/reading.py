@@ -108,6 +108,20 @@ def reward_or_missing(
     return as_number("missing_reward", missing_reward)
 
 
+def shared_reward(
+    op: str, rewards: Sequence[Any], missing_reward: float | None, *, expected: str, of: str
+) -> Any:
+    """Return the reward that all rows of a trajectory have, but those that lack it.
+
+    Else as `reward_or_missing`; a `ValueError` if they differ.
+    """
+    there = [reward for reward in rewards if reward is not None]
+    if any(reward != there[0] for reward in there[1:]):
+        raise ValueError(f"{op}: the rows of {of} must have one reward, got {there}")
+    reward = there[0] if there else None
+    return reward_or_missing(op, reward, missing_reward, expected=expected, of=of)
+
+
 def row_ids(op: str, ids: Iterable[str] | None, groups: Sequence[object]) -> list[str]:
     """Return the ids of rows: as given, or each row's group and its number in the group."""
     if ids is not None:
@@ -120,11 +134,13 @@ def row_ids(op: str, ids: Iterable[str] | None, groups: Sequence[object]) -> lis
     return names
 
 
-def labels_of(op: str, name: str, labels: Iterable[Any] | None, num_rows: int) -> list[Any]:
+def labels_of(
+    op: str, name: str, labels: Iterable[Any] | None, num_rows: int, *, of: str = "row"
+) -> list[Any]:
     """Return the labels of rows, all ``None`` if none were given; one for each, or `ValueError`."""
     given = [None] * num_rows if labels is None else list(labels)
     if len(given) != num_rows:
-        raise ValueError(f"{op}: {name} must be {num_rows}, one a row, got {len(given)}")
+        raise ValueError(f"{op}: {name} must be {num_rows}, one a {of}, got {len(given)}")
     return given
 
 

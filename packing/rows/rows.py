@@ -151,12 +151,17 @@ def turn_trajectories(batch: PackedBatch) -> torch.Tensor:
     return torch.repeat_interleave(batch.cu_turns.diff().long(), output_size=batch.num_turns)
 
 
+def row_owners(batch: PackedBatch) -> torch.Tensor:
+    """Return the index in ``batch.ids`` of each row's trajectory, int64 ``[sequences]``."""
+    owners = batch.cu_turns.new_zeros(len(batch), dtype=torch.int64)
+    return owners.scatter(0, batch.turn_sequence.long(), turn_trajectories(batch))
+
+
 def row_trajectories(batch: PackedBatch) -> list[int]:
-    """Return the index in ``batch.ids`` of each row's trajectory."""
+    """Return `row_owners` on the host, which knows them where each trajectory is one row."""
     if len(batch) == len(batch.ids):
         return list(range(len(batch)))
-    owners = batch.cu_turns.new_zeros(len(batch), dtype=torch.int64)
-    return owners.scatter(0, batch.turn_sequence.long(), turn_trajectories(batch)).tolist()
+    return row_owners(batch).tolist()
 
 
 def row_turns(batch: PackedBatch) -> list[list[int]]:
@@ -194,14 +199,14 @@ def check_field_names(op: str, batch: PackedBatch, taken: Iterable[str]) -> None
 def row_scores(batch: PackedBatch, of: Score = "rewards") -> torch.Tensor:
     """Return one number for each sequence, float32 ``[sequences]``.
 
-    ``"rewards"``: the sum of the sequence's turn rewards, not discounted; ``"returns"``: the
-    discounted return of its first turn, with rewards of later turns in other sequences.
+    ``"rewards"``: the sum of the rewards of its trajectory, not discounted, which all sequences of
+    a trajectory share; ``"returns"``: the discounted return of the sequence's first turn.
     """
-    sequence = batch.turn_sequence.long()
     if of == "rewards":
-        return _sum_by_index(batch.turn_rewards, sequence, len(batch))
+        return segment_sum(batch.turn_rewards, batch.cu_turns).float()[row_owners(batch)]
     if of != "returns":
         raise ValueError(f"row_scores: of must be 'rewards' or 'returns', got {of!r}")
+    sequence = batch.turn_sequence.long()
     turn = torch.arange(batch.num_turns, device=batch.device)
     first = turn.new_full((len(batch),), batch.num_turns)
     return batch.turn_returns[first.scatter_reduce(0, sequence, turn, "amin")]
@@ -212,8 +217,8 @@ def token_scores(batch: PackedBatch, *, op: str = "", place: Place = "turns") ->
 
     With ``"turns"`` each turn's reward is at its last generated token. The reward of a turn without
     generated tokens is at the generated token before it in the sequence, or else at the first one;
-    a sequence without generated tokens loses its rewards. With ``"last"`` the sum of a sequence's
-    rewards is at its last token, generated or not. No value is read from the device.
+    a sequence without generated tokens loses its rewards. With ``"last"`` the `row_scores` are at
+    the last tokens of the sequences, generated or not. No value is read from the device.
     """
     if place not in ("turns", "last"):
         raise ValueError(f"{op}: scores must be 'turns' or 'last', got {place!r}")
@@ -258,9 +263,9 @@ class RowLists:
         """First token of each prompt, first of each response, end of the row."""
         self.turns = row_turns(batch)
         self.trajectories = row_trajectories(batch)
-        truncated = batch.turn_truncated.tolist()
-        self.truncated = [bool(turns) and truncated[turns[-1]] for turns in self.turns]
-        """Whether the last turn of each row was truncated."""
+        truncated = batch.truncated.tolist()
+        self.truncated = [truncated[trajectory] for trajectory in self.trajectories]
+        """Whether the trajectory of each row was cut off."""
 
     def prompts(self, packed: torch.Tensor) -> list[list[Any]]:
         """Return the values at each prompt."""

@@ -214,8 +214,7 @@ FOLLOWED = {
     ),
     "scores": (
         lambda table=CU_TURNS: scores_of_trajectories(
-            torch.zeros(2).double(), GIVEN[:2], CU_TURNS, table, CU_TURNS[:2], clip=1.0,
-            impl="triton",
+            torch.zeros(2).double(), CU_TURNS, table, CU_TURNS[:2], clip=1.0, impl="triton"
         ),
         ints(0, 2, 9), "scores_of_trajectories: cu_turns must go from 0 to turns 2",
     ),

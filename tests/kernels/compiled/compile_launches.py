@@ -213,11 +213,11 @@ def launches_of_every_scan(device: str = "cpu") -> Launches:
     cu_seqlens = torch.zeros(9, dtype=torch.int32, device=device)
     some = scans(cu_seqlens)
     plain, rated = some["carry"], some["reset, float64, a rate each"]
-    of_chunks, by_chunk = some["chunks, k3"], some["chunks, by turn"]
+    of_chunks = some["chunks, k3"]
     given = {name: getattr(rated, name) for name in ("gammas", "lams", "bootstrap")}
     names = ("logprobs", "ref_logprobs", "estimator")
     most = {name: getattr(of_chunks, name) for name in names}
-    most |= {"bootstrap": rated.bootstrap, "truncated": by_chunk.truncated}
+    most |= {"bootstrap": rated.bootstrap}
     weights = {"logprobs": plain.rewards, "rollout_logprobs": plain.rewards}
     chunks = {name: getattr(of_chunks, name) for name in CHUNKS}
     kinds = [kind for kind in KINDS if kind != "returns"]  # "gae" with less of it
@@ -268,7 +268,7 @@ def scans(cu_seqlens: torch.Tensor) -> dict[str, Scan]:
         "chunks, k3": of_chunks._replace(
             logprobs=tokens, ref_logprobs=tokens, estimator="k3", limits=Limits(kl_coefficient=0.1)
         ),
-        "chunks, by turn": of_chunks._replace(by_turn=True, bootstrap=each, truncated=mask[:8]),
+        "chunks, by turn": of_chunks._replace(by_turn=True, bootstrap=each),
     }
 
 
@@ -279,9 +279,9 @@ def launches_of_spreads(cu_turns: torch.Tensor) -> Launches:
     rows = torch.zeros(64, device=device)
     runs, index = words[:24].view(3, 8), words[:32]
     truncated = torch.zeros(32, dtype=torch.bool, device=device)
-    inputs = rows[:32].double(), truncated, words[:33], cu_turns, words[:32]
+    inputs = rows[:32].double(), words[:33], cu_turns, words[:32]
     for label, given in (("turns", None), ("given", rows), ("given, float64", rows.double())):
-        yield label, partial(scores_forward, *inputs, given=given, clip=1.0, masks=False)
+        yield label, partial(scores_forward, *inputs, given=given, truncated=truncated, clip=1.0)
     for label, given in {
         "turns": (rows, None, None, None),
         "trajectories": (rows, None, index, None),

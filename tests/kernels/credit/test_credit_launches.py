@@ -137,15 +137,16 @@ def test_one_sequence_a_trajectory_bounds_the_scan_of_a_batch_that_was_loaded() 
     assert chunks_of(several, EVERY["GAE"]).max_seqlen is None
 
 
-def test_a_penalty_a_clip_and_a_bootstrap_add_no_launch() -> None:
+def test_a_penalty_and_a_clip_add_no_launch_and_a_bootstrap_one() -> None:
     more = {"kl": KLPenalty(0.1), "reward_clip": 1.0, "truncated": "bootstrap"}
     with small_scans():
-        assert launches_of(dataclasses.replace(EVERY["GAE"], **more)) == LAUNCHES["GAE"]
+        launched = launches_of(dataclasses.replace(EVERY["GAE"], **more))
+        assert launched == [*LAUNCHES["GAE"], "aten::where"]
         assert len(launches_of(GRPO(reward_clip=1.0))) == 3
 
 
 MORE = {
-    "groups, cut-off masked": (GRPO(truncated="mask"), 3),
+    "groups, cut-off masked": (GRPO(truncated="mask"), 4),
     "turn returns, cut-off masked": (TurnReturns(truncated="mask"), 4),
     "a scan, cut-off masked": (GAE(truncated="mask"), 7),
     "turns, cut-off masked": (TurnGAE(truncated="mask"), 8),

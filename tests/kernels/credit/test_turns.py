@@ -30,12 +30,10 @@ def scored_turns(sizes: list[int], seed: int = 0) -> tuple[torch.Tensor, ...]:
     rng = np.random.default_rng(seed)
     num = sum(sizes)
     rewards = torch.from_numpy(rng.standard_normal(num))
-    truncated = torch.from_numpy(rng.random(num) < 0.5)
     groups = torch.arange(len(sizes), dtype=torch.int32)
     groups[4::5] = -1  # padding
     return (
         rewards,
-        truncated,
         boundaries(rng.integers(0, 9, num).tolist()),
         boundaries(sizes),
         groups,
@@ -45,9 +43,9 @@ def scored_turns(sizes: list[int], seed: int = 0) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("clip", [float("inf"), 0.75])
 @pytest.mark.parametrize("name", SCORED)
 def test_scores_lengths_and_validity_equal_a_loop(name: str, clip: float, impl: str) -> None:
-    rewards, truncated, cu_generated, cu_turns, groups = inputs = scored_turns(SCORED[name])
+    rewards, cu_generated, cu_turns, groups = inputs = scored_turns(SCORED[name])
     got = scores_of_trajectories(*inputs, clip=clip, impl=impl)
-    scores, lengths, valid = [], [], []
+    scores, lengths = [], []
     bounds = cu_turns.tolist()
     for begin, end in itertools.pairwise(bounds):
         total = 0.0
@@ -55,14 +53,13 @@ def test_scores_lengths_and_validity_equal_a_loop(name: str, clip: float, impl: 
             total += reward
         scores.append(max(-clip, min(total, clip)))
         lengths.append(int(cu_generated[end] - cu_generated[begin]))
-        valid.append(begin == end or not bool(truncated[end - 1]))
     np.testing.assert_allclose(got.scores, scores, 1e-15, 1e-15)
     assert got.scores.dtype == torch.float64
     assert (got.lengths.tolist(), got.lengths.dtype) == (lengths, torch.int32)
-    assert (got.valid.tolist(), got.valid.dtype) == (valid, torch.bool)
-    for masks in (False, True):
-        shares = scores_of_trajectories(*inputs, clip=clip, masks=masks, impl=impl).shares
-        counted = (groups >= 0) & got.valid if masks else groups >= 0
+    cut = torch.arange(len(groups)) % 3 == 1
+    for truncated in (None, cut):
+        shares = scores_of_trajectories(*inputs, clip=clip, truncated=truncated, impl=impl).shares
+        counted = groups >= 0 if truncated is None else (groups >= 0) & ~cut
         expected = [int(counted.sum()), int((counted & (got.scores != 0)).sum())]
         assert shares.sum(0).tolist() == expected
 
@@ -77,16 +74,14 @@ def test_scores_that_are_given_replace_the_sums(dtype: torch.dtype, impl: str) -
 
 
 def test_scores_have_the_same_bits_alone_and_packed(impl: str) -> None:
-    rewards, truncated, cu_generated, cu_turns, groups = scored_turns([5, 3, 0, 40])
-    together = scores_of_trajectories(
-        rewards, truncated, cu_generated, cu_turns, groups, clip=float("inf"), impl=impl
-    )
+    rewards, cu_generated, _, groups = inputs = scored_turns([5, 3, 0, 40])
+    together = scores_of_trajectories(*inputs, clip=float("inf"), impl=impl)
     for index, (begin, end) in enumerate(((0, 5), (5, 8), (8, 8), (8, 48))):
         alone = scores_of_trajectories(
-            rewards[begin:end], truncated[begin:end], cu_generated[begin : end + 1],
-            boundaries([end - begin]), groups[:1], clip=float("inf"), impl=impl,
+            rewards[begin:end], cu_generated[begin : end + 1], boundaries([end - begin]),
+            groups[:1], clip=float("inf"), impl=impl,
         )  # fmt: skip
-        for whole, one in zip(together[:3], alone[:3], strict=True):
+        for whole, one in zip(together[:2], alone[:2], strict=True):
             assert_same_bits(whole[index : index + 1], one)
 
 
@@ -211,7 +206,7 @@ def test_a_token_is_written_once_and_its_turn_is_not_read(arch: int) -> None:
 def test_the_ops_are_registered_right(impl: str) -> None:
     scores = torch.ops.trajpack.scores_of_trajectories
     for name in ("nothing", "none of them", "some"):
-        torch.library.opcheck(scores, (*scored_turns(SCORED[name]), None, 1.0, False, impl))
+        torch.library.opcheck(scores, (*scored_turns(SCORED[name]), None, None, 1.0, impl))
     turns, owners, spans = turns_of(SIZES["many"])
     rows, steps = torch.ones(6), torch.ones(15)
     table, first = torch.ones(len(turns.turn_ids)), spans[:, 0].contiguous()

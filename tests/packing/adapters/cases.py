@@ -48,16 +48,17 @@ def plain_batch(**options):
 
 
 def forked_batch(**options):
-    """Return a batch with a rewritten history, a completion of nothing and a truncated turn."""
+    """Return a batch with a rewritten history, a completion of nothing and an episode cut off."""
     forked = Trajectory(
         "forked",
         [
             Turn([1, 2], [3, 4], [-0.5, -0.25], 1.0, version_start=3, version_end=4),
             Turn([1, 2, 3, 4, 5], [], [], 2.0, version_start=4, version_end=4),
-            Turn([9, 9], [6], [-2.0], 4.0, truncated=True, version_start=5, version_end=5),
+            Turn([9, 9], [6], [-2.0], 4.0, version_start=5, version_end=5),
             Turn([1, 2, 3, 4, 5, 8], [7], [-1.0], 8.0, version_start=5, version_end=6),
         ],
         "task",
+        truncated=True,
     )
     silent = Trajectory("silent", [Turn([1, 2, 3], [], [], 16.0)], "task")
     return pack([forked, silent, conversation("long", 3)], **options)

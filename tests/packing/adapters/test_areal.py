@@ -30,13 +30,13 @@ def test_turns_are_counted_from_the_first_of_their_trajectory():
     assert turns[3] == [-1, -1, 0, -1, -1, 1, 1, -1, -1, 2, 2, 2]
 
 
-def test_a_row_has_the_return_of_its_first_turn_or_the_sum_of_its_rewards():
+def test_a_row_has_the_return_of_its_first_turn_or_the_rewards_of_its_trajectory():
     discounted = pack([conversation("a", 3, turn_discount=0.5)])
     assert to_padded_dict(discounted)["rewards"].tolist() == [1 + 0.5 * (2 + 0.5 * 3)]
     assert to_padded_dict(discounted, rewards="rewards")["rewards"].tolist() == [6.0]
     turns = pack([conversation("a", 3, turn_discount=0.5)], layout="turns")
     assert to_padded_dict(turns)["rewards"].tolist() == [2.75, 3.5, 3.0]
-    assert to_padded_dict(turns, rewards="rewards")["rewards"].tolist() == [1.0, 2.0, 3.0]
+    assert to_padded_dict(turns, rewards="rewards")["rewards"].tolist() == [6.0, 6.0, 6.0]
 
 
 def test_areals_gae_reads_values_at_their_tokens(areal, monkeypatch):

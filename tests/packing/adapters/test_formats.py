@@ -339,7 +339,16 @@ REFUSED: dict[Any, list[tuple[Any, dict[str, Any], str]]] = {
         ([SAMPLE], VALUES, r"fields must be of .*, got \['values'\]"),
         ([SAMPLE | UNEVEN], MASKED, "has 3 tokens, but counts of 2"),
         ([without(SAMPLE, "rollout_log_probs")], {}, "'4_0': rollout_log_probs are missing"),
-        ([{"response_length": 1}], {}, "trajectory '0': tokens are missing"),
+        ([{"reward": 1.0}], {}, "trajectory '0': tokens are missing"),
+        *(
+            ([SAMPLE | {"status": status}], {}, f"'4_0': status must be .*, got '{status}'")
+            for status in ("aborted", "failed", "pending")
+        ),
+        (
+            [SAMPLE | {"rollout_id": 0}, SAMPLE | {"rollout_id": 0, "reward": 1.0}],
+            {},
+            r"the rows of trajectory '4_0' must have one reward, got \[0.5, 1.0\]",
+        ),
         ([SAMPLE | {"response_length": 5}], {}, r"response_length must be in \[0, 4\], got 5"),
         ([SAMPLE | {"reward": {"acc": 1}}], {}, r"reward must be a number, got \{'acc': 1\}"),
         ([SAMPLE | {"reward": "1"}], {}, "'4_0': reward must be a number, got str"),
@@ -462,7 +471,7 @@ def test_rewards_of_rows_are_sums_or_discounted_returns() -> None:
         ("total_reward", nemo_rl.to_message_logs(batch)),
         ("rewards", areal.to_padded_dict(batch, rewards="rewards")),
     ):
-        assert found[key].tolist() == [11.0, 4.0, 16.0, 6.0]
+        assert found[key].tolist() == [15.0, 15.0, 16.0, 6.0]
     for key, found in (
         ("rewards", openrlhf.to_experience_dict(batch, rewards="returns")),
         ("total_reward", nemo_rl.to_message_logs(batch, rewards="returns")),

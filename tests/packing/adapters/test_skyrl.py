@@ -20,12 +20,10 @@ def test_sequences_of_one_trajectory_are_its_steps():
     assert found["trajectory_ids"] == [("task", 0), ("task", 0), ("task", 1), ("long", 0)]
     assert found["trajectory_ids"][2].to_string() == "task_1"
     assert found["is_last_step"] == [False, True, True, True]
-    assert found["stop_reasons"] == ["stop", "length", "stop", "stop"]
-    assert found["rewards"] == [
-        [0.0, 3.0, 0.0, 0.0, 8.0], [4.0], [], [1.0, 0, 0, 0, 2.0, 0, 0, 0, 0, 3.0]
-    ]  # fmt: skip
+    # of a trajectory's entries SkyRL counts the rewards of the last one
+    assert found["rewards"] == [[0.0] * 5, [15.0], [], [1.0, 0, 0, 0, 2.0, 0, 0, 0, 0, 3.0]]
     rows = to_generator_output(forked_batch(), rewards="rows")["rewards"]
-    assert rows == [11.0, 4.0, 16.0, 6.0]
+    assert rows == [0.0, 15.0, 16.0, 6.0]
     with pytest.raises(ValueError, match="must be 'tokens' or 'rows', got 'turns'"):
         to_generator_output(forked_batch(), rewards="turns")
 
@@ -47,10 +45,11 @@ def test_skyrls_own_merging_of_turns_gives_the_merged_layout(skyrl):
     merged = merge(to_generator_output(plain_batch(layout="turns")))
     ours = to_generator_output(plain_batch())
     for key in (
-        "prompt_token_ids", "response_ids", "loss_masks", "rollout_logprobs", "rewards",
-        "is_last_step", "trajectory_ids", "stop_reasons",
+        "prompt_token_ids", "response_ids", "loss_masks", "rollout_logprobs", "is_last_step",
+        "trajectory_ids", "stop_reasons",
     ):  # fmt: skip
         assert list(ours[key]) == list(merged[key]), key
+    assert [sum(of) for of in ours["rewards"]] == [sum(of) for of in merged["rewards"]]
 
 
 @pytest.mark.parametrize("make", [plain_batch, forked_batch])
@@ -168,7 +167,7 @@ def test_entries_without_ids_are_trajectories_of_their_own():
         [([1, 2], [4], [-2.0], 1.0, True)],
     ]
     labelled = from_generator_output(output | {"trajectory_ids": [TrajectoryID("t", 0)] * 2})
-    assert [len(one.turns) for one in labelled] == [2]
+    assert [turn.reward for one in labelled for turn in one.turns] == [0.0, 1.0]
 
 
 def test_rewards_of_tokens_may_be_arrays():

@@ -65,10 +65,7 @@ def test_sequences_of_one_trajectory_are_siblings():
     assert [sample["rollout_id"] for sample in samples] == [0, 0, 1, 2]
     assert [sample["index"] for sample in samples] == [0, 1, 2, 3]
     assert [sample["group_index"] for sample in samples] == [0, 0, 0, 1]
-    assert [sample["reward"] for sample in samples] == [11.0, 4.0, 16.0, 6.0]
-    assert [sample["status"] for sample in samples] == [
-        "completed", "truncated", "completed", "completed"
-    ]  # fmt: skip
+    assert [sample["reward"] for sample in samples] == [15.0, 15.0, 16.0, 6.0]
     assert samples[0]["weight_versions"] == ["4", "4", "6"]
 
 
@@ -78,10 +75,9 @@ def test_train_data_is_a_list_for_each_key():
     kinds = {key: {type(value) for value in values} for key, values in found.items()}
     assert kinds == {key: {kind} for key, kind in TRAIN_KEYS.items()}
     assert all(len(values) == 4 for values in found.values())
-    assert found["truncated"] == [0, 1, 0, 0]
     assert found["rollout_ids"] == [0, 0, 1, 2]
     assert found["rollout_mask_sums"] == [4, 4, 0, 6]
-    assert found["rewards"] == found["raw_reward"] == [11.0, 4.0, 16.0, 6.0]
+    assert found["rewards"] == found["raw_reward"] == [15.0, 15.0, 16.0, 6.0]
     by_rollout = sum(map(sum, found["loss_masks"]))
     assert by_rollout == batch.num_generated
 
@@ -92,7 +88,8 @@ def test_rewards_compared_in_groups_go_beside_the_raw_ones():
     found = to_train_data(batch, rewards=compared)
     assert found["rewards"] == compared.tolist()
     assert found["raw_reward"] == [3.0, 1.0, 6.0]
-    with pytest.raises(ValueError, match="rewards must be 3, one a row, got 2"):
+    assert to_train_data(forked_batch(), rewards=[0.5, -0.5, 0.0])["rewards"] == [0.5, 0.5, -0.5, 0]
+    with pytest.raises(ValueError, match="rewards must be 3, one a trajectory, got 2"):
         to_train_data(batch, rewards=[1.0, 2.0])
 
 

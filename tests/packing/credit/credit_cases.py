@@ -113,7 +113,9 @@ def trajectory_of(rng: np.random.Generator, index: int, longest: int) -> Traject
         turns.append(Turn([*known, *new], completion, logprobs, reward, cut))
         contexts.append([*known, *new, *completion])
     group = [None, "x", "y", "z"][rng.choice(4, p=[0.1, 0.4, 0.4, 0.1])]
-    return Trajectory(str(index), turns, group, turn_discount=float(rng.choice([0.5, 0.9, 1.0])))
+    discount = float(rng.choice([0.5, 0.9, 1.0]))
+    ended = rng.choice([None, None, True, False])
+    return Trajectory(str(index), turns, group, discount, truncated=ended)
 
 
 def some_trajectories(num: int = 12, longest: int = 9, seed: int = 0) -> list[Trajectory]:

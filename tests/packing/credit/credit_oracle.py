@@ -105,7 +105,7 @@ def of_tokens(
         )
         first = past
         turns = steps_of(trajectory, estimator, own)
-        ends = estimator.truncated != "bootstrap" or not trajectory.turns[-1].truncated
+        ends = estimator.truncated != "bootstrap" or not trajectory.is_truncated
         behind = 0.0 if ends else given.bootstrap[index]
         rates = float(estimator.gamma), float(getattr(estimator, "lam", 1.0)), behind
         if isinstance(estimator, estimators.TurnGAE):
@@ -161,7 +161,7 @@ def lengths_of(trajectories: Sequence[Trajectory]) -> list[int]:
 def valid_of(trajectories: Sequence[Trajectory], estimator: Any) -> np.ndarray:
     """Tell which trajectories count."""
     drops = estimator.truncated == "mask"
-    return np.array([not (drops and t.turns[-1].truncated) for t in trajectories], bool)
+    return np.array([not (drops and t.is_truncated) for t in trajectories], bool)
 
 
 RULES: dict[str, dict[str, Any]] = {

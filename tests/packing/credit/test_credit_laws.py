@@ -95,6 +95,23 @@ def test_a_complete_group_has_the_same_bits_alone_and_packed(trajectories, name,
             assert_same_bits(row, rows[index])
 
 
+@given(grouped(), names, st.sampled_from(LAYOUTS))
+def test_only_the_end_of_the_episode_tells_whether_it_was_cut_off(trajectories, name, layout):
+    """Flags of turns count where the trajectory says nothing, and then that of its last turn."""
+    estimator, beside = named(name), given_beside(trajectories)
+    said = [
+        dataclasses.replace(
+            t,
+            truncated=t.is_truncated,
+            turns=[dataclasses.replace(turn, truncated=not turn.truncated) for turn in t.turns],
+        )
+        for t in trajectories
+    ]
+    pair = [credited(of, estimator, layout, beside) for of in (trajectories, said)]
+    assert_same_bits(*(batch.advantages for batch in pair))
+    assert_same_bits(*(batch.loss_weights("token_mean", truncated="mask") for batch in pair))
+
+
 @given(grouped(), names)
 def test_a_trajectory_without_a_group_is_its_own_group(trajectories, name):
     estimator, beside = named(name), given_beside(trajectories)

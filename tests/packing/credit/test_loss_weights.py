@@ -132,13 +132,13 @@ def test_the_losses_of_two_shards_add_up_to_that_of_the_whole(aggregation):
 @pytest.mark.parametrize("aggregation", COUNTED)
 def test_trajectories_that_were_cut_off_can_be_left_out(aggregation, layout):
     trajectories = some_trajectories(30, 12)
-    kept = [t for t in trajectories if not t.turns[-1].truncated]
+    kept = [t for t in trajectories if not t.is_truncated]
     assert 0 < len(kept) < len(trajectories)
     everything, rest = (pack(those, layout, device="cpu") for those in (trajectories, kept))
     weights = generated(everything, everything.loss_weights(aggregation, truncated="mask"))
     expected = generated(rest, rest.loss_weights(aggregation))
     owners = [t for t in trajectories for turn in t.turns for _ in turn.completion_ids]
-    stays = torch.tensor([not t.turns[-1].truncated for t in owners])
+    stays = torch.tensor([not t.is_truncated for t in owners])
     assert_same_bits(weights[stays], expected)
     assert not weights[~stays].any()
     counts = everything.loss_denominator(aggregation, truncated="mask")

@@ -66,7 +66,9 @@ def test_no_reward_is_lost_but_that_of_rows_without_a_response(trajectories, lay
     sums = [0.0] * len(batch)
     for turn, sequence in enumerate(batch.turn_sequence.tolist()):
         sums[sequence] += batch.turn_rewards[turn].item()
-    torch.testing.assert_close(row_scores(batch), torch.tensor(sums))
+    whole = [sum(turn.reward for turn in trajectory.turns) for trajectory in trajectories]
+    expected = [whole[trajectory] for trajectory in row_trajectories(batch)]
+    torch.testing.assert_close(row_scores(batch), torch.tensor(expected))
     tokens = [piece.sum().item() for piece in token_scores(batch).split(batch.seqlens)]
     silent = [not any(row[2]) for row in rows_by_loop(batch)]
     expected = [0.0 if no else total for no, total in zip(silent, sums, strict=True)]
@@ -116,7 +118,7 @@ def test_the_reward_of_a_row_is_at_its_last_token():
     batch = forked_batch()
     ends = batch.cu_seqlens[1:].long() - 1
     at_end = token_scores(batch, place="last")
-    assert at_end[ends].tolist() == [11.0, 4.0, 16.0, 6.0]
+    assert at_end[ends].tolist() == [15.0, 15.0, 16.0, 6.0]
     assert at_end.count_nonzero() == 4
     with pytest.raises(ValueError, match="op: scores must be 'turns' or 'last', got 'all'"):
         token_scores(batch, op="op", place="all")

@@ -12,13 +12,13 @@ from trajpack.kernels.corrections.penalties import (
     kl_penalty as kl_penalty,
     overlong_penalty as overlong_penalty,
 )
+from trajpack.kernels.corrections.staleness import staleness_mask as staleness_mask
 from trajpack.kernels.credit.discounted_returns import discounted_returns as discounted_returns
 from trajpack.kernels.credit.gae import (
     gae as gae,
     turn_gae as turn_gae,
 )
 from trajpack.kernels.credit.vtrace import vtrace as vtrace
-from trajpack.kernels.fields.build import build as build
 from trajpack.kernels.groups.group_advantages import group_advantages as group_advantages
 from trajpack.kernels.logprobs.token_logprobs import (
     token_logprobs as token_logprobs,
@@ -35,7 +35,4 @@ from trajpack.kernels.rearrange.select_tokens import (
 from trajpack.kernels.reduce.whiten import (
     whiten as whiten,
 )
-from trajpack.kernels.scan.segment_sum import (
-    segment_mean as segment_mean,
-    segment_sum as segment_sum,
-)
+from trajpack.kernels.scan.segment_sum import segment_sum as segment_sum

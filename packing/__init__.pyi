@@ -8,6 +8,7 @@ from trajpack.packing.credit.estimators import (
     GAE as GAE,
     GRPO as GRPO,
     RLOO as RLOO,
+    DrGRPO as DrGRPO,
     GiGPO as GiGPO,
     GroupEstimator as GroupEstimator,
     KLPenalty as KLPenalty,

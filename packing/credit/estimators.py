@@ -310,6 +310,13 @@ class GRPO(GroupEstimator):
 
 
 @dataclass(frozen=True)
+class DrGRPO(GroupEstimator):
+    """Score less the group's mean: `GroupEstimator` with ``recipe="dr_grpo"``."""
+
+    recipe: Recipe = field(default="dr_grpo", init=False)
+
+
+@dataclass(frozen=True)
 class RLOO(GroupEstimator):
     """Score less the mean of the others: `GroupEstimator` with ``recipe="rloo"``."""
 

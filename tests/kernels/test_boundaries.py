@@ -12,6 +12,7 @@ from torch.autograd.profiler import profile
 from trajpack import kernels
 from trajpack.kernels import validation
 from trajpack.kernels.credit.turns import Turns, scores_of_trajectories, spread as spread_turns
+from trajpack.kernels.fields.build import build
 from trajpack.kernels.fields.gather_fields import FieldLayout, gather_fields
 from trajpack.kernels.groups.group_advantages import (
     Members,
@@ -68,7 +69,7 @@ def table_of(bounds):
 
 FIELD = FieldLayout(torch.float32, (), bytes(4), True)
 OF_TABLES = {
-    "build": lambda bounds: kernels.build(IDS, runs_of(bounds), ROWS, TOKENS, "triton"),
+    "build": lambda bounds: build(IDS, runs_of(bounds), ROWS, TOKENS, "triton"),
     "gather_fields": lambda bounds: gather_fields(
         IDS, runs_of(bounds), torch.zeros(len(bounds), 1, dtype=torch.int64), [FIELD], TOKENS,
         "triton",
@@ -118,19 +119,18 @@ PLACES = {
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_places_outside_of_the_stream_are_named(impl, change, match, checked):
     runs = runs_of(torch.tensor([0, TOKENS]))
-    kernels.build(IDS, runs, ROWS, TOKENS, impl)
+    build(IDS, runs, ROWS, TOKENS, impl)
     runs[0, change[0]] = change[1]
     with pytest.raises(ValueError, match=f"^build: runs must keep Run.{match}"):
-        kernels.build(IDS, runs, ROWS, TOKENS, impl)
+        build(IDS, runs, ROWS, TOKENS, impl)
     runs[0, Run.SOURCE], runs[0, Run.GENERATED] = -1, TOKENS  # padding follows none of them
-    kernels.build(IDS, runs, ROWS, TOKENS, impl)
+    build(IDS, runs, ROWS, TOKENS, impl)
 
 
 @pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
-@pytest.mark.parametrize("op", ["segment_sum", "segment_mean"])
-def test_wrong_spans_are_named(op, spans, checked):
-    with pytest.raises(ValueError, match=f"^{op}: segments must lie within 4 entries"):
-        getattr(kernels, op)(ROWS, torch.tensor(spans, dtype=torch.int32))
+def test_wrong_spans_are_named(spans, checked):
+    with pytest.raises(ValueError, match=r"^segment_sum: segments must lie within 4 entries"):
+        kernels.segment_sum(ROWS, torch.tensor(spans, dtype=torch.int32))
 
 
 CU_TURNS, TURNS = torch.tensor([0, 1, 2]).int(), torch.tensor([[0, 2], [2, 4]]).int()
@@ -339,7 +339,6 @@ OF_MANY = {
     "vtrace": lambda: kernels.vtrace(MANY, MANY, ENDS, MANY, MANY),
     "discounted_returns": lambda: kernels.discounted_returns(MANY, ENDS, 0.9),
     "segment_sum": lambda: kernels.segment_sum(MANY, ENDS),
-    "segment_mean": lambda: kernels.segment_mean(MANY, ENDS),
     "pad": lambda: kernels.pad(MANY, ENDS, 9),
 }
 

@@ -39,9 +39,6 @@ CALLS: dict[str, Callable[..., torch.Tensor]] = {
     "turn_gae": lambda x, y, ends, _, owners, __: torch.stack(k.turn_gae(x, y, ends, owners)),
     "vtrace": lambda x, y, ends, *_: torch.stack(k.vtrace(x.detach(), y, ends, y, -y)),
     "segment_sum": lambda x, _, ends, mask, *__: k.segment_sum(x * 2, ends, mask=mask),
-    "segment_mean": lambda x, _, ends, __, ___, longest: k.segment_mean(
-        x * 2, ends, max_seqlen=longest
-    ),
     "pad": lambda x, _, ends, __, ___, longest: k.pad(x * 2, ends, longest, value=-1),
     "whiten": lambda x, _, __, mask, *___: k.whiten(x.detach() * 2, mask, ddof=0),
     "group_advantages": lambda x, _, __, ___, owners, longest: k.group_advantages(

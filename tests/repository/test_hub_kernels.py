@@ -43,7 +43,6 @@ for name, arguments in {
     "discounted_returns": (rewards, ends, 0.5),
     "segment_sum": (rewards, ends),
     "pad": (rewards, ends, 2),
-    "segment_mean": (rewards, ends),
 }.items():
     theirs, own = getattr(ops, name), getattr(trajpack.kernels, name)
     assert theirs is not own and theirs.__module__.startswith(ops.__name__)

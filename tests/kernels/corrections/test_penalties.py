@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from trajpack.kernels.corrections.penalties import KL_ESTIMATORS, kl_penalty, overlong_penalty
+from trajpack.kernels.corrections.staleness import staleness_mask
 from trajpack.testing import assert_same_bits
 
 INF = math.inf
@@ -139,8 +140,16 @@ def test_no_length_goes_below_the_largest_penalty() -> None:
     assert overlong_penalty(lengths, 10, 4, factor=2.0).tolist() == [-2.0, -2.0, -2.0]
 
 
+@pytest.mark.parametrize("current", [3, torch.tensor(3)])
+def test_tokens_of_versions_that_are_too_old_are_left_out(current: Any) -> None:
+    versions = [-1, 0, 1, 2, 3, 4]
+    for most in range(5):
+        found = staleness_mask(torch.tensor(versions, dtype=torch.int32), current, most)
+        assert found.tolist() == [version >= 0 and 3 - version <= most for version in versions]
+
+
 X, N = torch.zeros(3), torch.ones(3, dtype=torch.int64)
-KL, LONG = kl_penalty, overlong_penalty
+KL, LONG, OLD = kl_penalty, overlong_penalty, staleness_mask
 
 
 @pytest.mark.parametrize(
@@ -157,6 +166,10 @@ KL, LONG = kl_penalty, overlong_penalty
         (KL, TypeError, "clamp must be a number, got True", (X, X), {"clamp": True}),
         (KL, ValueError, "clamp must be above 0, got 0", (X, X), {"clamp": 0}),
         (KL, ValueError, "clamp must be above 0, got nan", (X, X), {"clamp": math.nan}),
+        (OLD, TypeError, "policy_versions must be int32, got int64", (N, 1, 1), {}),
+        (OLD, ValueError, "max_age must not be negative, got -1", (N.int(), 1, -1), {}),
+        (OLD, TypeError, "current_version must be int32 or .* float32", (N.int(), X[0], 1), {}),
+        (OLD, ValueError, "current_version must not be negative, got -1", (N.int(), -1, 1), {}),
         (LONG, TypeError, "lengths must be a tensor, got list", ([1], 8, 2), {}),
         (LONG, TypeError, "lengths must be int32 or int64, got float32", (N.float(), 8, 2), {}),
         (LONG, ValueError, r"lengths must have 1 dim.*\[1, 3\]", (N[None], 8, 2), {}),

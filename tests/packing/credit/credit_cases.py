@@ -15,7 +15,7 @@ from trajpack.kernels.scan import credit_scan_triton
 from trajpack.kernels.scan.observations import Observation
 from trajpack.packing import PackedBatch
 from trajpack.packing.credit import estimators
-from trajpack.packing.credit.estimators import GroupEstimator, KLPenalty
+from trajpack.packing.credit.estimators import DrGRPO, GroupEstimator, KLPenalty
 
 LAYOUTS: tuple[Any, ...] = ("merged", "turns")
 OBSERVATIONS: tuple[Observation, ...] = get_args(Observation)
@@ -43,7 +43,7 @@ EVERY: dict[str, Any] = {
     "GRPO, about others": estimators.GRPO(
         eps=0.1, baseline="leave_one_out", scale="std_about_baseline", ddof=0
     ),
-    "dr_grpo": GroupEstimator("dr_grpo"),
+    "dr_grpo": DrGRPO(),
     "RLOO": estimators.RLOO(),
     "opo": GroupEstimator("opo"),
     "reinforce_plus_plus_baseline": GroupEstimator("reinforce_plus_plus_baseline"),

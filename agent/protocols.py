@@ -1,26 +1,20 @@
-"""Protocols of agents, environments and engines, and the data they exchange.
+"""Protocols of agents, environments and engines, and the values they exchange.
 
-An agent puts ``(qid, token_ids, sampling)`` on its observation queue and takes exactly one
-reply from its action queue for each: a `GenerationOutput`, or a `GenerationError` where the
-engine could not generate. The ``qid`` of every request is the id of the agent's own prompt; a
-runner refuses any other, because its reply would not come here.
-
-Within the library an engine is the coroutine `QueuedEngine.generate`; engines that have only the
-queues are served too.
+An agent is a coroutine that is given a prompt, an environment and `Generate`, and returns
+trajectories. An engine is an object with the coroutine ``generate(request)``. The runner stands
+between the two: it names the episode in the request, checks the reply and makes it a turn.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol
 
-from trajpack.agent.errors import GenerationError
 from trajpack.packing.conversion import INT32_MAX, as_integer, several, shown
 from trajpack.packing.equality import same_rows, same_values
 from trajpack.packing.representation import brief_repr
-from trajpack.packing.types import FloatArray, IntArray, Trajectory, VersionSpan
+from trajpack.packing.types import FloatArray, IntArray, Trajectory, Turn, VersionSpan
 
 
 @dataclass(frozen=True)
@@ -28,17 +22,27 @@ class Prompt:
     """Opening of an episode.
 
     Attributes:
-        id: The episode's ``qid``: unique among the episodes in flight.
+        id: Name of the prompt, such as ``apple``; of the episode, ``apple@0``, where an agent gets
+            it from a runner.
         input_ids: Token ids of the conversation so far, generation prompt included.
         task_id: Kind of task, as the data set numbers it.
         seed: Seed of the episode. A runner derives it from its own seed, or from this one if it is
             given, and the episode's name; it is the same for every attempt.
+        task: Name of the task, ``apple`` in every episode; by default the ``id``.
+
+    Example:
+        >>> Prompt("apple", [1, 2]).task
+        'apple'
     """
 
     id: str
     input_ids: Sequence[int]
     task_id: int | None = None
     seed: int | None = None
+    task: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "task", self.task or self.id)
 
     __repr__ = brief_repr
 
@@ -157,9 +161,45 @@ class GenerationRequest(NamedTuple):
         return brief_repr(self)
 
 
-Observation: TypeAlias = tuple[str, Sequence[int], Any]
-"""Request on a queue: ``(qid, token_ids, sampling)``."""
-Reply: TypeAlias = GenerationOutput | GenerationError
+class Action(NamedTuple):
+    """What an agent gives an environment; it equals the plain tuple.
+
+    Attributes:
+        qid: Name of the episode.
+        answers: Texts to judge.
+    """
+
+    qid: str
+    answers: Sequence[str]
+
+    @property
+    def task(self) -> str:
+        """Name of the task: the episode's without its sample.
+
+        Example:
+            >>> Action("apple@2", ["red"]).task
+            'apple'
+        """
+        name, _, sample = self.qid.rpartition("@")
+        return name if name and sample.isdecimal() else self.qid
+
+
+class Generate(Protocol):
+    """Coroutine that asks the engine for a completion; calls may run at the same time."""
+
+    async def __call__(self, token_ids: Sequence[int], sampling: Any = None) -> Turn:
+        """Return the completion of ``token_ids`` as a turn with reward 0, checked.
+
+        Args:
+            token_ids: Everything that the engine is to see.
+            sampling: `SamplingParams`, or any object that the engine takes; None takes those of the
+                runner.
+
+        Raises:
+            EpisodeError: If these are no token ids, or the reply is late or does not answer.
+            GenerationError: If the engine could not generate.
+        """
+        ...
 
 
 class Environment(Protocol):
@@ -175,22 +215,17 @@ class Environment(Protocol):
 
 
 class Agent(Protocol):
-    """Runs episodes, any number of them at once."""
+    """Runs episodes, any number of them at once; a coroutine function like `run` is one, too."""
 
-    async def collect_trajectory(
-        self,
-        prompt: Prompt,
-        env: Environment,
-        obs_queue: asyncio.Queue[Observation],
-        act_queue: asyncio.Queue[Reply],
-    ) -> list[Trajectory]:
+    async def run(self, prompt: Prompt, env: Environment, generate: Generate) -> list[Trajectory]:
         """Run one episode and return its trajectories.
 
+        Tasks that it starts must have ended, or be cancelled, when it returns.
+
         Args:
-            prompt: Opening. Its id is the ``qid`` of each request.
+            prompt: Opening; its id is the episode's name.
             env: Environment that judges the completions.
-            obs_queue: Queue of requests, ``(prompt.id, token_ids, sampling)``.
-            act_queue: Queue of replies, one for each request.
+            generate: Asks the engine.
 
         Raises:
             EpisodeError: With the prompt's id, if the episode cannot be finished.
@@ -202,8 +237,7 @@ class Engine(Protocol):
     """Turns token ids into sampled completions, for many episodes at once.
 
     An engine may also have a method ``check_serving()`` that raises if it has not been entered or
-    was left; a run calls it when it begins. Without it, a warning tells of an engine that does
-    not reply. A runner calls the coroutine of a `QueuedEngine` and leaves its queues alone.
+    was left; a run calls it when it begins.
     """
 
     @property
@@ -211,21 +245,14 @@ class Engine(Protocol):
         """Version of the weights that sample now."""
         ...
 
-    @property
-    def obs_queue(self) -> asyncio.Queue[Observation]:
-        """Queue of requests."""
-        ...
-
-    def open_episode(self, qid: str) -> asyncio.Queue[Reply]:
-        """Return the queue on which replies to ``qid`` will come.
+    async def generate(self, request: GenerationRequest) -> GenerationOutput:
+        """Return one completion; a cancelled call ends its generation.
 
         Raises:
-            ValueError: If an episode of that name is open.
+            GenerationError: With the request's ``qid``, if there is no completion: as a
+                `RequestRefusedError`, `ServerUnavailableError` or `MalformedResponseError` where
+                that is known, and as an `EngineEndedError` once the engine has died or was left.
         """
-        ...
-
-    def close_episode(self, qid: str) -> None:
-        """Forget ``qid``; a generation in flight for it is cancelled."""
         ...
 
     async def __aenter__(self) -> Engine: ...

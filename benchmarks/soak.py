@@ -31,7 +31,6 @@ from benchmarks.soak_report import COLUMNS, Moment, Outcome, curves, summary, ta
 from tests.agent.chaos.chaos_cases import (
     Account,
     CoinJudge,
-    MarkingEngine,
     chaos_agent,
     chaos_prompts,
 )
@@ -112,8 +111,7 @@ class Soak:
         plan = FaultPlan(seed, rates("engine", 0.01), rates("environment", 0.01))
         plan.delay_s, plan.late_s = 0.02, 2 * timeout_s
         self.ledger = Ledger(plan)
-        self.marking = MarkingEngine()
-        self.engine = FaultyEngine(self.marking, plan)
+        self.engine = FaultyEngine(plan)
         self.judge = FaultyEnvironment(CoinJudge(), plan)
         self.metrics = RolloutMetrics()
         self.num_started = 0
@@ -129,7 +127,7 @@ class Soak:
             runner = self._runner()
             async for result in runner.run(self._prompts()):
                 await self._take(result)
-            if self.engine.open or self.marking.open:
+            if self.engine.open:
                 self.ledger.complain(f"{len(self.engine.open)} episodes are open in the engine")
         await self._end_log()
         await self._end_sampling(sampling)
@@ -143,7 +141,7 @@ class Soak:
         retries = RetryPolicy(max_attempts=4, wait=BackOff(0.02, 0.1))
         return RolloutRunner(
             self.engine,
-            chaos_agent(timeout_s=self.timeout_s),
+            chaos_agent(),
             self.judge,
             concurrency=256,
             policy=RolloutPolicy(retries=retries, episode_timeout_s=3 * self.timeout_s),
@@ -160,7 +158,6 @@ class Soak:
 
     async def _take(self, result: EpisodeResult) -> None:
         self.ledger.take(result)
-        self.marking.forget(result.qid)
         error = None if result.error is None else str(result.error)
         self._log.append(result.qid, result.trajectories, error=error)
         self._buffer.extend(result.trajectories)

@@ -69,33 +69,18 @@ class ScriptedEngine:
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
-        self.obs_queue = asyncio.Queue()
-        self.replies = {}
-
-    def open_episode(self, qid):
-        """Return where the episode's replies will come."""
-        return self.replies.setdefault(qid, asyncio.Queue())
-
-    def close_episode(self, qid):
-        """Forget the episode."""
-        self.replies.pop(qid, None)
 
     async def __aenter__(self):
-        self.task = asyncio.create_task(self.serve())
         return self
 
     async def __aexit__(self, *exc_info):
-        self.task.cancel()
+        pass
 
-    async def serve(self):
-        """Answer each request."""
-        while True:
-            qid, ids, _ = await self.obs_queue.get()
-            said = self.tokenizer.encode(self.say(self.tokenizer.decode(ids)) + "<|im_end|>")
-            logprobs = [-0.1] * len(said)
-            if qid in self.replies:
-                reply = GenerationOutput(qid, ids, said, logprobs, False, 0, 0)
-                self.replies[qid].put_nowait(reply)
+    async def generate(self, request):
+        """Return the completion of a request."""
+        qid, ids, _ = request
+        said = self.tokenizer.encode(self.say(self.tokenizer.decode(ids)) + "<|im_end|>")
+        return GenerationOutput(qid, ids, said, [-0.1] * len(said), False, 0, 0)
 
     def say(self, conversation):
         """Call the tool with what was asked, or give its answer."""

@@ -15,6 +15,7 @@ import asyncio
 import sys
 import tempfile
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import trajpack
-from trajpack import Trajectory, Turn
+from trajpack import Trajectory
 from trajpack.agent import GenerationOutput, Prompt
 from trajpack.agent.ray import (
     RolloutWorkers,
@@ -53,55 +54,31 @@ class TableEngine:
 
     def __init__(self, seed: int) -> None:
         self.version = 0
-        self.obs_queue: asyncio.Queue = asyncio.Queue()
         self._model = Table()
-        self._replies: dict[str, asyncio.Queue] = {}
         self._draw = torch.Generator().manual_seed(seed)
-
-    def open_episode(self, qid):
-        """Return the queue of the episode's replies."""
-        return self._replies.setdefault(qid, asyncio.Queue())
-
-    def close_episode(self, qid):
-        """Forget the episode."""
-        self._replies.pop(qid, None)
 
     async def update_weights(self, state_dict, version):
         """Sample with other weights from now on."""
         self._model.load_state_dict(state_dict)
         self.version = version
 
-    async def serve(self):
-        """Answer whatever is asked."""
-        while True:
-            qid, ids, _ = await self.obs_queue.get()
-            with torch.no_grad():
-                logprobs = self._model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
-            token = int(torch.multinomial(logprobs.exp(), 1, generator=self._draw))
-            output = GenerationOutput(
-                qid, ids, [token], [float(logprobs[token])], False, self.version, self.version
-            )
-            if qid in self._replies:
-                self._replies[qid].put_nowait(output)
-
-
-class CountingAgent:
-    """Asks what comes after a number."""
-
-    async def collect_trajectory(self, prompt, env, obs_queue, act_queue):
-        """Have one turn."""
-        await obs_queue.put((prompt.id, prompt.input_ids, None))
-        reply = await act_queue.get()
-        _, reward, *_ = await env.step((prompt.input_ids[-1], reply.output_ids[0]))
-        turn = Turn(
-            prompt.input_ids,
-            reply.output_ids,
-            reply.output_logprobs,
-            reward,
-            version_start=reply.version_start,
-            version_end=reply.version_end,
+    async def generate(self, request):
+        """Return the completion of a request."""
+        qid, ids, _ = request
+        with torch.no_grad():
+            logprobs = self._model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+        token = int(torch.multinomial(logprobs.exp(), 1, generator=self._draw))
+        version = self.version
+        return GenerationOutput(
+            qid, ids, [token], [float(logprobs[token])], False, version, version
         )
-        return [Trajectory(prompt.id, [turn])]
+
+
+async def count(prompt, env, generate):
+    """Be an agent that asks what comes after a number."""
+    turn = await generate(prompt.input_ids)
+    _, reward, *_ = await env.step((prompt.input_ids[-1], int(turn.completion_ids[0])))
+    return [Trajectory(prompt.id, [replace(turn, reward=reward)])]
 
 
 class Successor:
@@ -120,12 +97,7 @@ class Successor:
 @asynccontextmanager
 async def make_worker(number):
     """Make engine, agent and environment; called in the process of each worker."""
-    engine = TableEngine(seed=number)
-    serving = asyncio.create_task(engine.serve())
-    try:
-        yield engine, CountingAgent(), Successor()
-    finally:
-        serving.cancel()
+    yield TableEngine(seed=number), count, Successor()
 
 
 class Rank:

@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trajpack.agent.agents.chat_messages import ChatMessages
@@ -14,9 +15,12 @@ from trajpack.agent.agents.conversation import (
     ConversationLimits,
     Exchange,
     sampling_option,
+    with_max_new_tokens,
 )
+from trajpack.agent.agents.queue_adapter import run_over_queues
+from trajpack.agent.errors import RequestRefusedError
 from trajpack.agent.models.causal_model import load_tokenizer
-from trajpack.agent.protocols import Environment, Observation, Prompt, Reply
+from trajpack.agent.protocols import Environment, Generate, Prompt
 from trajpack.packing.conversion import as_integer
 from trajpack.packing.types import Trajectory
 
@@ -28,7 +32,8 @@ class ConversationAgent(ABC):
     since. One agent serves any number of episodes at once.
 
     Attributes:
-        gconfig: Sampling parameters, handed to the engine unchanged.
+        gconfig: Sampling parameters. The last request asks for fewer tokens where
+            ``max_total_tokens`` leaves fewer; otherwise they reach the engine unchanged.
         tokenizer: Tokenizer that encodes and decodes.
         limits: Limits of each conversation.
         turn_discount: Discount from one turn to the next, stored in the trajectory.
@@ -39,54 +44,81 @@ class ConversationAgent(ABC):
     limits: ConversationLimits
     turn_discount: float
 
+    async def run(self, prompt: Prompt, env: Environment, generate: Generate) -> list[Trajectory]:
+        """Run one episode and return its one trajectory, which has the prompt's id.
+
+        It is truncated if a limit ended it, or the engine refused a request after the first turn.
+
+        Args:
+            prompt: Opening.
+            env: Takes an `Action` of one text and returns a list of one number as its reward.
+            generate: Asks the engine.
+
+        Raises:
+            EpisodeError: If the environment fails, or ``max_total_tokens`` leaves no room for a
+                first turn.
+            GenerationError: If the engine could not generate.
+        """
+        conversation = Conversation(prompt, env, generate)
+        await conversation.begin()
+        try:
+            observation: list[int] | None = await self.open(conversation)
+            while observation is not None:
+                conversation.token_ids += observation
+                exchange = await self._ask(conversation)
+                if exchange is None:
+                    await self.cut_off(conversation)
+                    conversation.truncated = True
+                    break
+                with conversation.guard("its text could not be decoded"):
+                    exchange.text = self.decode(exchange.ids.tolist(), skip_special_tokens=True)
+                observation = await self.respond(conversation, exchange)
+                conversation.turn += 1
+        finally:
+            await self.close(conversation)
+        await self.log(conversation)
+        return [conversation.trajectory(self.turn_discount)]
+
     async def collect_trajectory(
         self,
         prompt: Prompt,
         env: Environment,
-        obs_queue: asyncio.Queue[Observation],
-        act_queue: asyncio.Queue[Reply],
+        obs_queue: asyncio.Queue[Any],
+        act_queue: asyncio.Queue[Any],
     ) -> list[Trajectory]:
-        """Run one episode and return its one trajectory.
+        """Run one episode by AReaL's protocol, see `run_over_queues`."""
+        return await run_over_queues(self, prompt, env, obs_queue, act_queue)
 
-        Args:
-            prompt: Opening; its id is the episode's ``qid`` and the trajectory's id.
-            env: Takes ``(qid, [text])`` and returns a list of one number as its reward.
-            obs_queue: Queue of requests, ``(qid, token_ids, gconfig)`` for each turn.
-            act_queue: Queue of replies, one for each request.
-
-        Raises:
-            EpisodeError: If the environment fails, a reply is late or does not answer its request,
-                or ``max_total_tokens`` leaves no room for a first turn.
-            GenerationError: As the engine put it on ``act_queue``.
-            asyncio.CancelledError: If cancelled; the message names the episode.
-        """
-        conversation = Conversation(prompt.id, env, obs_queue, act_queue)
-        try:
-            await conversation.begin(prompt.input_ids)
-            try:
-                observation: list[int] | None = await self.open(conversation, prompt)
-                while observation is not None and self.has_room(conversation, observation):
-                    conversation.token_ids += observation
-                    exchange = await conversation.ask(self.gconfig, self.limits.generation_timeout)
-                    with conversation.guard("its text could not be decoded"):
-                        exchange.text = self.decode(exchange.ids.tolist(), skip_special_tokens=True)
-                    observation = await self.respond(conversation, exchange)
-                    conversation.keep(exchange)
-            finally:
-                await self.close(conversation)
-            if not conversation.exchanges:
+    async def _ask(self, conversation: Conversation) -> Exchange | None:
+        """Return the next turn, or None where a limit or a refusal leaves the turns so far."""
+        num_tokens, limit = len(conversation.token_ids), self.limits.max_total_tokens
+        if len(conversation.exchanges) >= self.limits.max_turns:
+            return None
+        gconfig = self.gconfig
+        if limit is not None:
+            if num_tokens >= limit:
+                if conversation.exchanges:
+                    return None
                 raise conversation.error(
-                    f"a prompt of {len(conversation.token_ids)} tokens and a completion of up to "
-                    f"{self._max_new_tokens()} exceed max_total_tokens="
-                    f"{self.limits.max_total_tokens}"
+                    f"a prompt of {num_tokens} tokens leaves no room in max_total_tokens={limit}"
                 )
-            await self.log(conversation)
-        except asyncio.CancelledError as error:
-            message = f"episode {prompt.id!r}: cancelled in turn {len(conversation.exchanges)}"
-            raise asyncio.CancelledError(message) from error
-        return [conversation.trajectory(prompt, self.turn_discount)]
+            gconfig = with_max_new_tokens(gconfig, limit - num_tokens)
+        try:
+            return await conversation.ask(gconfig)
+        except RequestRefusedError:
+            if not conversation.exchanges:
+                raise
+            return None
 
-    async def open(self, conversation: Conversation, prompt: Prompt) -> list[int]:
+    def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return a prompt's tokens: a chat by the tokenizer's template, and who speaks next."""
+        text = self.tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+        )
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    async def open(self, conversation: Conversation) -> list[int]:
         """Return the tokens that follow the prompt in the first turn; by default there are none."""
         return []
 
@@ -98,23 +130,14 @@ class ConversationAgent(ABC):
             Tokens of the observation that follows it; None ends the episode.
         """
 
+    async def cut_off(self, conversation: Conversation) -> None:  # noqa: B027 - a hook
+        """Judge the last turn of a conversation that may not go on."""
+
     async def close(self, conversation: Conversation) -> None:  # noqa: B027 - a hook
         """Release what `open` took, also if the episode failed."""
 
     async def log(self, conversation: Conversation) -> None:  # noqa: B027 - a hook
         """Log an episode that has not failed."""
-
-    def has_room(
-        self, conversation: Conversation, more: list[int], last: Exchange | None = None
-    ) -> bool:
-        """Return whether another turn may be requested, after the turn ``last`` and more tokens."""
-        num_turns, num_tokens = len(conversation.exchanges), len(conversation.token_ids) + len(more)
-        if last is not None:
-            num_turns, num_tokens = num_turns + 1, num_tokens + len(last.ids)
-        limit = self.limits.max_total_tokens
-        return num_turns < self.limits.max_turns and (
-            limit is None or num_tokens + self._max_new_tokens() <= limit
-        )
 
     def check_limits(self) -> None:
         """Raise unless the discount is finite and a limit on tokens has all that it needs.
@@ -144,15 +167,12 @@ class ConversationAgent(ABC):
             raise TypeError(f"the tokenizer decodes to {type(text).__name__}, not str")
         return text
 
-    def _max_new_tokens(self) -> int:
-        return int(sampling_option(self.gconfig, "max_new_tokens", None))
-
 
 class ChatAgent(ConversationAgent):
     """Base of agents whose observations are messages of a chat template.
 
     Args:
-        gconfig: Sampling parameters, handed to the engine unchanged.
+        gconfig: Sampling parameters.
         tokenizer: A Hugging Face tokenizer with a chat template, or the local folder of one.
         limits: Limits of each conversation; None takes the default ones.
         turn_discount: Discount from one turn to the next, stored in the trajectory.

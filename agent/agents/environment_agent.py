@@ -7,7 +7,6 @@ from typing import NamedTuple
 from trajpack.agent.agents.chat_agent import ChatAgent
 from trajpack.agent.agents.conversation import Conversation, Exchange
 from trajpack.agent.errors import EnvironmentFailedError
-from trajpack.agent.protocols import Prompt
 
 
 class Opening(NamedTuple):
@@ -37,14 +36,14 @@ class EnvironmentAgent(ChatAgent):
 
     The first observation is a user's message after the prompt; each other one is a user's message
     after a completion. A turn's reward is the environment's. The episode ends when the environment
-    says so, or at a limit.
+    says so, or at a limit: its trajectory is truncated unless the environment says ``terminated``.
 
     A prompt's tokens are those of `prompt_ids`: a chat that has a system message and no turn yet.
     The environment is one that takes an `Opening` and a `Closing`, as a `GymnasiumEnvironment`
     does.
 
     Args:
-        gconfig: Sampling parameters, handed to the engine unchanged.
+        gconfig: Sampling parameters.
         tokenizer: A Hugging Face tokenizer with a chat template, or the local folder of one.
         limits: Limits of each conversation; None takes the default ones.
         turn_discount: Discount from one turn to the next, stored in the trajectory.
@@ -54,10 +53,10 @@ class EnvironmentAgent(ChatAgent):
         """Return a prompt's tokens: a system message with the instructions."""
         return self.messages.opening(instructions)
 
-    async def open(self, conversation: Conversation, prompt: Prompt) -> list[int]:
+    async def open(self, conversation: Conversation) -> list[int]:
         """Begin an episode of the environment and return its first observation."""
         with conversation.guard("the environment's reset failed", EnvironmentFailedError):
-            opening = Opening(prompt.id, prompt.seed)
+            opening = Opening(conversation.qid, conversation.prompt.seed)
             conversation.observation, *_ = await conversation.env.step(opening)
         with conversation.guard("the first observation could not be encoded"):
             return self.messages.first(_text_of(conversation))
@@ -66,7 +65,9 @@ class EnvironmentAgent(ChatAgent):
         """Act in the environment and return its observation; None at the end."""
         exchange.reward, has_ended = await conversation.judge(exchange.text)
         exchange.success = exchange.reward > 0
-        if has_ended or not self.has_room(conversation, [], exchange):
+        if conversation.terminated:
+            conversation.truncated = False
+        if has_ended:
             return None
         with conversation.guard("an observation could not be encoded"):
             return self.messages.after(exchange.ids.tolist(), "user", [_text_of(conversation)])

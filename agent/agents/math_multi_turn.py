@@ -45,8 +45,8 @@ class MathMultiTurnAgent(ConversationAgent):
     One agent serves any number of episodes at once.
 
     Attributes:
-        gconfig: Sampling parameters, handed to the engine unchanged. Where it has ``n`` or
-            ``n_samples``, as an attribute or a key, that must be 1.
+        gconfig: Sampling parameters. Where it has ``n`` or ``n_samples``, as an attribute or a key,
+            that must be 1.
         tokenizer: A Hugging Face tokenizer with a chat template, or the local folder of one.
         answer_save_path: Folder of the `AnswerLog`; None keeps no log. A finished episode is logged
             whole, an unfinished one not at all. Where the folder cannot be written to, the
@@ -58,9 +58,8 @@ class MathMultiTurnAgent(ConversationAgent):
         stop_on_success: End the episode at the first right answer.
         stop_on_terminated: End the episode when the environment says it is terminated or truncated.
             A `MathVerifyEnvironment` says so at every answer, so the episode ends after one turn.
-        max_total_tokens: Tokens of the whole conversation at most. A turn whose prompt and
-            ``gconfig.max_new_tokens`` might exceed it is not requested; the episode ends before it.
-        generation_timeout: Seconds to wait for a reply at most.
+        max_total_tokens: Tokens of the whole conversation at most. The last request asks for what
+            is left of them.
 
     Raises:
         ValueError: On an option out of range, or where the ``gconfig`` asks for more
@@ -79,7 +78,6 @@ class MathMultiTurnAgent(ConversationAgent):
     stop_on_success: bool = False
     stop_on_terminated: bool = False
     max_total_tokens: int | None = None
-    generation_timeout: float | None = None
     _feedback_ids: dict[bool, list[int]] = field(init=False, repr=False)
     _log: AnswerLog | None = field(init=False, repr=False)
 
@@ -95,9 +93,7 @@ class MathMultiTurnAgent(ConversationAgent):
         for name in ("reward_scaling", "reward_bias", "turn_level_discount"):
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"{name} must be finite, got {getattr(self, name)}")
-        self.limits = ConversationLimits(
-            self.num_turns, self.max_total_tokens, self.generation_timeout
-        )
+        self.limits = ConversationLimits(self.num_turns, self.max_total_tokens)
         self.turn_discount = self.turn_level_discount
         self.check_limits()
         if isinstance(self.tokenizer, str | os.PathLike):
@@ -121,7 +117,8 @@ class MathMultiTurnAgent(ConversationAgent):
             shaped = ((score - 0.5) * 2 - self.reward_bias) * self.reward_scaling
             exchange.reward = as_number("reward", shaped)
         exchange.success = bool(score)
-        if (score and self.stop_on_success) or (has_ended and self.stop_on_terminated):
+        is_last = len(conversation.exchanges) == self.num_turns
+        if is_last or (score and self.stop_on_success) or (has_ended and self.stop_on_terminated):
             return None
         return self._feedback_ids[exchange.success]
 
@@ -133,22 +130,23 @@ class MathMultiTurnAgent(ConversationAgent):
             logged: list[LoggedTurn] = []
             end, prompt_text = 0, ""
             for turn, one in enumerate(conversation.exchanges):
-                prompt_text += self.decode(conversation.token_ids[end : one.start])
+                start, turn_logged = len(one.turn.prompt_ids), one.turn
+                prompt_text += self.decode(conversation.token_ids[end:start])
                 logged.append(
                     LoggedTurn(
                         turn=turn,
                         prompt_text=prompt_text,
                         completion_text=one.text,
-                        prompt_len=one.start,
+                        prompt_len=start,
                         answer_len=len(one.ids),
                         success=one.success,
                         reward=one.reward,
-                        version_start=one.version_start,
-                        version_end=one.version_end,
+                        version_start=turn_logged.version_start,
+                        version_end=turn_logged.version_end,
                     )
                 )
                 prompt_text += self.decode(one.ids.tolist())
-                end = one.start + len(one.ids)
+                end = start + len(one.ids)
             await self._log.write(conversation.qid, logged)
         except Exception as error:  # noqa: BLE001 - a tokenizer may raise anything, too
             logger.warning(

@@ -25,7 +25,7 @@ class ToolAgent(ChatAgent):
     with a line that says so.
 
     Args:
-        gconfig: Sampling parameters, handed to the engine unchanged.
+        gconfig: Sampling parameters.
         tokenizer: A Hugging Face tokenizer with a chat template, or the local folder of one.
         tools: Tools that the model may call.
         limits: Limits of each conversation; None takes the default ones.
@@ -119,15 +119,22 @@ class ToolAgent(ChatAgent):
     async def respond(self, conversation: Conversation, exchange: Exchange) -> list[int] | None:
         """Return the tools' answers to the calls in a completion; judge the last turn instead."""
         calls = tool_calls(exchange.text, max_calls=self._max_calls)
-        if calls and len(conversation.exchanges) + 1 < self.limits.max_turns:
-            answers = [await self._answer(conversation, call) for call in calls]
-            with conversation.guard("the tools' messages could not be encoded"):
-                ids = self.messages.after(exchange.ids.tolist(), "tool", answers)
-            if self.has_room(conversation, ids, exchange):
-                return ids
+        if not calls:
+            await self._judge(conversation, exchange)
+            return None
+        if len(conversation.exchanges) >= self.limits.max_turns:
+            return []
+        answers = [await self._answer(conversation, call) for call in calls]
+        with conversation.guard("the tools' messages could not be encoded"):
+            return self.messages.after(exchange.ids.tolist(), "tool", answers)
+
+    async def cut_off(self, conversation: Conversation) -> None:
+        """Judge the last turn, whose calls have no answers that it could read."""
+        await self._judge(conversation, conversation.exchanges[-1])
+
+    async def _judge(self, conversation: Conversation, exchange: Exchange) -> None:
         exchange.reward, _ = await conversation.judge(exchange.text)
         exchange.success = exchange.reward > 0
-        return None
 
     async def _answer(self, conversation: Conversation, call: ToolCall | ToolCallError) -> str:
         if isinstance(call, ToolCallError):

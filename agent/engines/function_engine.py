@@ -9,7 +9,7 @@ from typing import Any, Self, TypeAlias
 
 import numpy as np
 
-from trajpack.agent.engines.queues import End, QueuedEngine
+from trajpack.agent.engines.serving import End, ServedEngine
 from trajpack.agent.errors import GenerationError, MalformedResponseError, reason_of
 from trajpack.agent.protocols import GenerationOutput, GenerationRequest
 from trajpack.packing.conversion import INT32_MAX, as_ids, as_integer, as_logprobs, shown
@@ -20,11 +20,11 @@ Completion: TypeAlias = GenerationOutput | tuple[IntArray, FloatArray, bool]
 token."""
 
 
-class FunctionEngine(QueuedEngine):
+class FunctionEngine(ServedEngine):
     """Generates with an asynchronous function, any number of calls at the same time.
 
-    Use it as an asynchronous context manager. A call is cancelled with its request or its episode,
-    and at the end of the context. What the function raises fails its request alone: a
+    Use it as an asynchronous context manager. A call is cancelled with its request, and at the end
+    of the context. What the function raises fails its request alone: a
     `GenerationError` keeps its class and its reason, any other exception becomes the cause of one.
 
     Args:
@@ -58,7 +58,8 @@ class FunctionEngine(QueuedEngine):
             raise TypeError(f"function must be an asynchronous function, got {shown(function)}")
         self._function = function
         self._version = 0
-        self._calls: set[asyncio.Task[Any]] = set()
+        self._calls: set[asyncio.Timeout] = set()
+        self._ended = asyncio.Event()
         self.set_version(version)
 
     @property
@@ -86,50 +87,44 @@ class FunctionEngine(QueuedEngine):
 
     async def __aexit__(self, *exc_info: object) -> None:
         self._end_serving(End("the engine was shut down", has_left=True))
+        now = asyncio.get_running_loop().time()
         for call in self._calls:
-            call.cancel()
-        if self._calls:
-            await asyncio.wait(self._calls)
+            if not call.expired():
+                call.reschedule(now)
+        while self._calls:
+            self._ended.clear()
+            await self._ended.wait()
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
-        """Return the completion of one call, see `QueuedEngine.generate`."""
+        """Return the completion of one call, see `Engine.generate`."""
         qid, prompt_ids, sampling = request
         prompt_ids = list(prompt_ids)  # the function and the caller may change theirs
-        if self._end is not None:
-            raise self._end.as_error(qid)
-        self.check_serving()
-        version = self._version
-        call = asyncio.ensure_future(_called(self._function, prompt_ids.copy(), sampling))
-        self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
+        self._check_request(qid)
+        version, call = self._version, asyncio.timeout(None)
         try:
-            completion = await call
+            async with call:
+                self._calls.add(call)
+                completion = await self._function(prompt_ids.copy(), sampling)
         except GenerationError as error:
             raise type(error)(qid, error.reason) from error
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            if self._end is not None:
-                raise self._end.as_error(qid) from None
             raise GenerationError(qid, "the engine's function was cancelled") from None
         except Exception as error:
+            if call.expired() and self._end is not None:
+                raise self._end.as_error(qid) from None
             reason = f"the engine's function failed: {reason_of(error)}"
             raise GenerationError(qid, reason) from error
+        finally:
+            self._calls.discard(call)
+            self._ended.set()
         try:
             return _output(qid, prompt_ids, completion, version)
         except (TypeError, ValueError) as error:
             reason = f"the engine's function returned no completion: {reason_of(error)}"
             raise MalformedResponseError(qid, reason) from error
-
-
-async def _called(
-    function: Callable[[Sequence[int], Any], Awaitable[Completion]],
-    prompt_ids: Sequence[int],
-    sampling: Any,
-) -> Any:
-    """Await a call, so that a function without ``async`` fails within it."""
-    return await function(prompt_ids, sampling)
 
 
 def _output(qid: str, prompt_ids: Sequence[int], completion: Any, version: int) -> GenerationOutput:

@@ -20,7 +20,7 @@ import torch
 
 from trajpack.agent.blocking_work import run_to_end
 from trajpack.agent.engines import transformers_batching as batching
-from trajpack.agent.engines.queues import End, QueuedEngine
+from trajpack.agent.engines.serving import End, ServedEngine
 from trajpack.agent.errors import GenerationError
 from trajpack.agent.protocols import GenerationOutput, GenerationRequest
 from trajpack.packing.conversion import INT32_MAX, as_integer
@@ -36,11 +36,10 @@ _Loop: TypeAlias = asyncio.AbstractEventLoop
 _WATCH_INTERVAL_S = 0.1
 
 
-class TransformersEngine(QueuedEngine):
+class TransformersEngine(ServedEngine):
     """Generates with a Hugging Face model inside this process, on a CPU or a GPU.
 
-    Use it as an asynchronous context manager; requests of all open episodes are batched
-    together. A request on the queue gets exactly one reply: what `generate` returns or raises. The
+    Use it as an asynchronous context manager; requests of all calls are batched together. The
     third item of a request is a `SamplingParams` or any object with ``max_new_tokens`` and,
     optionally, others of its attributes and ``greedy``.
 
@@ -134,9 +133,7 @@ class TransformersEngine(QueuedEngine):
             RuntimeError: If the engine has not been entered.
         """
         qid, token_ids, sampling = request
-        if self._end is not None:
-            raise self._end.as_error(qid)
-        self.check_serving()
+        self._check_request(qid)
         limits = self._limits
         try:
             params = batching.read_sampling(sampling, limits)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trajpack.agent import errors
 from trajpack.agent.observability.episodes import EpisodeObserver, OpenEpisode, remember
-from trajpack.agent.protocols import GenerationOutput, Reply
+from trajpack.agent.protocols import GenerationOutput
 from trajpack.packing.conversion import merge_spans
 from trajpack.packing.optional import require
 
@@ -188,7 +188,9 @@ class RolloutMetrics(EpisodeObserver[tuple[float, int]]):
         """Take the time."""
         self._begin(qid, "generation", turn, lambda _: (self._clock(), num_prompt_tokens))
 
-    def generation_ended(self, qid: str, turn: int, reply: Reply) -> None:
+    def generation_ended(
+        self, qid: str, turn: int, reply: GenerationOutput | errors.EpisodeError
+    ) -> None:
         """Count the turn, its tokens and its time, or its error."""
         of, ended = self._series, self._end(qid, "generation", turn)
         began, num_prompt_tokens = ended[1] if ended else (None, 0)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from trajpack.agent.errors import EpisodeError
 from trajpack.agent.observability.episodes import EpisodeObserver, OpenEpisode, remember
-from trajpack.agent.protocols import GenerationOutput, Reply
+from trajpack.agent.protocols import GenerationOutput
 from trajpack.packing.optional import require
 from trajpack.packing.text import one_line
 
@@ -100,7 +100,7 @@ class RolloutTracer(EpisodeObserver["Span"]):
         attributes = {"trajpack.generation.num_prompt_tokens": num_prompt_tokens}
         self._begin_stage(qid, "generation", turn, attributes)
 
-    def generation_ended(self, qid: str, turn: int, reply: Reply) -> None:
+    def generation_ended(self, qid: str, turn: int, reply: GenerationOutput | EpisodeError) -> None:
         """End the generation with its tokens and versions, or its error."""
         if (ended := self._end(qid, "generation", turn)) is None:
             return

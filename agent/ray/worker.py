@@ -17,7 +17,7 @@ import torch
 from trajpack.agent import errors
 from trajpack.agent.errors import EngineEndedError, EpisodeError, has_engine_ended, reason_of
 from trajpack.agent.protocols import Agent, Engine, Environment, Prompt
-from trajpack.agent.runner.attempt import RunnerContext, attempt_episode, check_serving
+from trajpack.agent.runner.episode import RunnerContext, attempt_episode, check_serving
 from trajpack.packing.buffer.trajectory_arrays import TrajectoryArrays, as_array
 
 MakeWorker: TypeAlias = Callable[
@@ -186,9 +186,8 @@ class RolloutWorker:
     async def roll_out(self, prompt: Prompt) -> TrajectoryArrays | EpisodeError:
         """Run the episode ``prompt.id`` and return its trajectories, or its error."""
         context = self._required()
-        group = prompt.id.rpartition("@")[0] or prompt.id
         try:
-            return TrajectoryArrays.of(await attempt_episode(context, prompt, group))
+            return TrajectoryArrays.of(await attempt_episode(context, prompt))
         except Exception as error:  # noqa: BLE001 - of any kind: it belongs to the episode
             return portable(error, prompt.id)
 

@@ -8,9 +8,15 @@ import logging
 from typing import Any
 
 from trajpack.agent.blocking_work import run_to_end, to_end
-from trajpack.agent.engines.queues import End, ObservationQueue, check_entered
+from trajpack.agent.engines.serving import End, check_entered
 from trajpack.agent.errors import EngineEndedError, EpisodeError, ServerUnavailableError, reason_of
-from trajpack.agent.protocols import Environment, Observation, Prompt, Reply
+from trajpack.agent.protocols import (
+    Environment,
+    Generate,
+    GenerationOutput,
+    GenerationRequest,
+    Prompt,
+)
 from trajpack.agent.ray.worker import (
     MakeWorker,
     RolloutWorker,
@@ -40,8 +46,8 @@ class WorkerLostError(RuntimeError):
 class RolloutWorkers:
     """Workers that run episodes, each in a process of its own with an engine of its own.
 
-    It is the `Engine` of a `RolloutRunner`, and `agent` its `Agent`: groups, filters, retries and
-    staleness hold over the whole cluster. An episode goes to the worker with the fewest, and its
+    It is both the engine and the agent of a `RolloutRunner`: groups, filters, retries and staleness
+    hold over the whole cluster. An episode goes to the worker with the fewest, and its
     trajectories return as arrays through the object store. An episode whose worker dies or hangs
     restarts on another; replies of a lost worker are ignored, so that each episode ends once.
 
@@ -72,8 +78,6 @@ class RolloutWorkers:
         require("anyio", "ray")
         self.options = options or WorkerOptions()
         self.num_workers = num_workers
-        self.agent = _RemoteAgent(self)
-        """Agent of a runner whose episodes run on the workers."""
         self.num_lost = 0
         """Workers lost so far."""
         self.num_redone = 0
@@ -85,8 +89,6 @@ class RolloutWorkers:
         self._make_worker = make_worker
         self._weights: Any = None
         self._version = 0
-        self._obs_queue = ObservationQueue(self._refuse)
-        self._open: dict[str, asyncio.Queue[Reply]] = {}
         self._publishing = asyncio.Lock()
         self._published: asyncio.Future[None] | None = None
         self._loaded = asyncio.Event()
@@ -117,28 +119,14 @@ class RolloutWorkers:
             if worker.status is not None
         )
 
-    @property
-    def obs_queue(self) -> asyncio.Queue[Observation]:
-        """Queue that refuses requests with a `RuntimeError`: agents run on the workers."""
-        return self._obs_queue
-
-    def _refuse(self, observation: Observation) -> bool:
-        raise RuntimeError("RolloutWorkers take no requests: use workers.runner(...)")
-
     def check_serving(self) -> None:
         """Raise a `RuntimeError` unless the workers are entered, in this event loop."""
         left = self._end if self._end is not None and self._end.has_left else None
         check_entered(self, left, self._keepers[0].get_loop() if self._keepers else None)
 
-    def open_episode(self, qid: str) -> asyncio.Queue[Reply]:
-        """Return a queue that stays empty; a `ValueError` if an episode of that name is open."""
-        if qid in self._open:
-            raise ValueError(f"episode {qid!r} is open already")
-        return self._open.setdefault(qid, asyncio.Queue())
-
-    def close_episode(self, qid: str) -> None:
-        """Remove the episode's queue."""
-        self._open.pop(qid, None)
+    async def generate(self, request: GenerationRequest) -> GenerationOutput:
+        """Raise a `RuntimeError`: agents and engines run on the workers."""
+        raise RuntimeError("RolloutWorkers take no requests: use workers.runner(...)")
 
     async def publish(self, weights: Weights) -> None:
         """Put new weights into the object store and return; the workers load them by themselves.
@@ -203,13 +191,18 @@ class RolloutWorkers:
         ``concurrency`` is that of all workers unless given.
         """
         options = {"concurrency": self.concurrency} | options
-        return RolloutRunner(self, self.agent, _RemoteEnvironment(), **options)
+        return RolloutRunner(self, self, _RemoteEnvironment(), **options)
 
-    async def roll_out(self, prompt: Prompt) -> list[Trajectory]:
+    is_remote = True
+    """Tells a runner that no sign comes from an episode before its end."""
+
+    async def run(self, prompt: Prompt, env: Environment, generate: Generate) -> list[Trajectory]:
         """Run the episode ``prompt.id`` on a worker, and on another one if that is lost.
 
         Args:
             prompt: Prompt of the episode.
+            env: Not used: the environment is on the workers, as the engine is.
+            generate: Not used.
 
         Raises:
             EpisodeError: As the worker reports it; a `ServerUnavailableError` if too many
@@ -447,26 +440,6 @@ class _Worker:
             await asyncio.wait(self._calls, timeout=_KILL_TIMEOUT_S)
         for reply in self._calls:
             reply.cancel()
-
-
-class _RemoteAgent:
-    """The agent of a runner whose episodes run on workers."""
-
-    is_remote = True
-    """Tells the `RunnerContext` that no sign comes from the episode before its end."""
-
-    def __init__(self, workers: RolloutWorkers) -> None:
-        self._workers = workers
-
-    async def collect_trajectory(
-        self,
-        prompt: Prompt,
-        env: Environment,
-        obs_queue: asyncio.Queue[Observation],
-        act_queue: asyncio.Queue[Reply],
-    ) -> list[Trajectory]:
-        """Run the episode on a worker, without the environment and queues of this process."""
-        return await self._workers.roll_out(prompt)
 
 
 class _RemoteEnvironment:

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from trajpack.agent.protocols import Reply
+from trajpack.agent.errors import EpisodeError
+from trajpack.agent.protocols import GenerationOutput
 from trajpack.packing.text import one_line
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ class RolloutObserver:
     def generation_started(self, qid: str, turn: int, num_prompt_tokens: int) -> None:
         """A request for the completion of a turn, from 0, goes to the engine."""
 
-    def generation_ended(self, qid: str, turn: int, reply: Reply) -> None:
-        """The engine's reply to a request has come, an error included."""
+    def generation_ended(self, qid: str, turn: int, reply: GenerationOutput | EpisodeError) -> None:
+        """The engine's reply to a request has come and was checked, or there is none."""
 
     def verification_started(self, qid: str, turn: int) -> None:
         """The agent has given an action to the environment."""

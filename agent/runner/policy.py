@@ -291,6 +291,7 @@ class RolloutPolicy:
         retries: Retries of failed episodes.
         episode_timeout_s: Seconds that one attempt at an episode may take, without those of
             `RolloutRunner.paused`; ``None`` sets no limit.
+        generation_timeout_s: The same for one reply of the engine.
         staleness: Limits on staleness; ``None`` sets none.
         groups: Rules that accept or reject a group.
         seed: Seed of all episodes: each `Prompt.seed` is derived from it and the episode's name.
@@ -299,11 +300,12 @@ class RolloutPolicy:
 
     Raises:
         TypeError: If ``seed`` is no integer.
-        ValueError: If ``episode_timeout_s`` or ``silence_warning_s`` is not positive.
+        ValueError: If a number of seconds is not positive.
     """
 
     retries: RetryPolicy = field(default_factory=RetryPolicy)
     episode_timeout_s: float | None = None
+    generation_timeout_s: float | None = None
     staleness: StalenessPolicy | None = None
     groups: GroupPolicy = field(default_factory=GroupPolicy)
     seed: int = 0
@@ -311,7 +313,7 @@ class RolloutPolicy:
 
     def __post_init__(self) -> None:
         as_integer("seed", self.seed)
-        for name in ("silence_warning_s", "episode_timeout_s"):
+        for name in ("silence_warning_s", "episode_timeout_s", "generation_timeout_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be positive, got {value}")

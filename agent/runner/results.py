@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from trajpack.agent.errors import EpisodeError
-from trajpack.agent.protocols import GenerationOutput, Prompt, Reply
+from trajpack.agent.protocols import Prompt
 from trajpack.packing.representation import brief_repr
 from trajpack.packing.text import one_line
 from trajpack.packing.types import Trajectory, Turn
@@ -127,12 +127,10 @@ class Counters:
         self._reward_sum = 0.0
         self._began = time.monotonic()
 
-    def count_reply(self, reply: Reply) -> None:
-        """Count a turn, unless the reply is an error."""
-        if isinstance(reply, GenerationOutput):
-            self.counts["num_turns"] += 1
-            if hasattr(reply.output_ids, "__len__"):
-                self.counts["num_tokens"] += len(reply.output_ids)
+    def count_turn(self, turn: Turn) -> None:
+        """Count a turn that was sampled."""
+        self.counts["num_turns"] += 1
+        self.counts["num_tokens"] += len(turn.completion_ids)
 
     def count_result(self, result: EpisodeResult, times: int = 1) -> None:
         """Count an episode that has ended; -1 ``times`` takes it back."""

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Iterator
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trajpack.agent.blocking_work import cancel_and_wait
 from trajpack.agent.errors import EpisodeCancelledError, EpisodeError, has_engine_ended
-from trajpack.agent.protocols import Prompt, Reply
-from trajpack.agent.runner.attempt import WEIGHTS, RunnerContext, attempt_episode
+from trajpack.agent.protocols import Prompt
+from trajpack.agent.runner.episode import WEIGHTS, RunnerContext, attempt_episode, labelled
 from trajpack.agent.runner.policy import GroupPolicy, staleness_error
 from trajpack.agent.runner.results import Counters, EpisodeResult, GroupResult, RunOutcome
 from trajpack.agent.seeding import derive_seed
-from trajpack.packing.types import Trajectory
+from trajpack.packing.types import Trajectory, Turn
 
 if TYPE_CHECKING:
     from anyio import CancelScope
@@ -26,6 +27,8 @@ Prompts: TypeAlias = Iterable[Prompt] | AsyncIterable[Prompt]
 
 _VERSION_INTERVAL_S = 0.05
 """Seconds between looks at the engine's version, while episodes wait for newer weights."""
+_END = object()
+"""In place of a prompt, where there is no further one."""
 _STARTED_AT_ONCE = 8
 """Episodes that start before the event loop runs other tasks."""
 
@@ -36,6 +39,10 @@ class OpenGroup:
 
     prompt: Prompt
     """Prompt as given to the runner."""
+    first: int
+    """Sample that it begins with: a prompt that comes again goes on counting."""
+    label: str
+    """Group of its trajectories."""
     size: int
     """Number of episodes that must succeed."""
     num_expected: int
@@ -52,9 +59,10 @@ class OpenGroup:
 
     def refill(self, policy: GroupPolicy) -> range:
         """Return the samples to start in place of failed ones; none if that is too many."""
-        begin = self.num_expected
+        begin = self.first + self.num_expected
         missing = self.size - sum(result.error is None for result in self.ended.values())
-        if policy.incomplete != "refill" or begin + missing > self.size + policy.max_refills:
+        num_refills = self.num_expected + missing - self.size
+        if policy.incomplete != "refill" or num_refills > policy.max_refills:
             missing = 0
         self.num_expected += missing
         return range(begin, begin + missing)
@@ -134,6 +142,7 @@ class Run:
         self._tasks: TaskGroup | None = None
         self._taking: CancelScope | None = None
         self._scopes: dict[EpisodeState, CancelScope] = {}
+        self._num_occurrences: Counter[str] = Counter()
         self._num_waits = 0
         self._num_groups = 0  # under way
         self._is_stopping = False
@@ -239,13 +248,14 @@ class Run:
             raise errors.exceptions[0] from None
 
     async def _take_prompts(self) -> None:
-        prompts = one_by_one(self._prompts)
+        source: Any = self._prompts
+        is_async = isinstance(source, AsyncIterable)
+        prompts = aiter(source) if is_async else iter(source)
         while True:
             await self._wait_for_turn(begins_group=True)
-            try:
-                with self._context.awaiting("the next item of the iterator of prompts"):
-                    prompt = await anext(prompts)
-            except StopAsyncIteration:
+            with self._context.awaiting("the next item of the iterator of prompts"):
+                prompt = await anext(prompts, _END) if is_async else next(prompts, _END)
+            if prompt is _END:
                 return
             if not isinstance(prompt, Prompt):
                 raise TypeError(f"prompts must be Prompts, got {type(prompt).__name__}")
@@ -254,16 +264,19 @@ class Run:
 
     async def _start_samples(self, prompt: Prompt) -> None:
         """Start the samples of a prompt, the first of them without waiting for its turn."""
-        samples = self._samples_of(prompt)
+        number = self._num_occurrences[prompt.id]
+        self._num_occurrences[prompt.id] += 1
+        label = f"{prompt.id}#{number}" if number else prompt.id
+        samples = self._samples_of(prompt, number)
         size = len(samples) if self._by_group else 1
-        group = OpenGroup(prompt, size, size)
+        group = OpenGroup(prompt, 0, label, size, size)
         try:
-            for number, sample in enumerate(samples):
-                begins_group = number % size == 0
-                if number:
+            for place, sample in enumerate(samples):
+                begins_group = place % size == 0
+                if place:
                     await self._wait_for_turn(begins_group=begins_group)
                 if begins_group:
-                    group = OpenGroup(prompt, size, size)
+                    group = OpenGroup(prompt, sample, label, size, size)
                 state = EpisodeState(group, sample)
                 try:
                     await state.acquire(self._room)
@@ -286,16 +299,20 @@ class Run:
                 if group.is_complete:  # otherwise the last of its results will complete it
                     self._events.put_nowait((group, None, None))
 
-    def _samples_of(self, prompt: Prompt) -> range | list[int]:
+    def _samples_of(self, prompt: Prompt, occurrence: int) -> Sequence[int]:
         """Return the samples of a prompt to start; of a group, all or none."""
-        context, samples = self._context, range(self._context.group_size)
+        context, size = self._context, self._context.group_size
+        groups = context.policy.groups
+        most = size + groups.max_refills if groups.incomplete == "refill" else size
+        first = occurrence * most
+        samples = range(first, first + size)
         if not context.finished:
             return samples
         if not self._by_group:
             return [k for k in samples if f"{prompt.id}@{k}" not in context.finished]
-        most = context.group_size + context.policy.groups.max_refills
-        num_finished = sum(f"{prompt.id}@{k}" in context.finished for k in range(most))
-        return samples if num_finished < context.group_size else []
+        known = range(first, first + most)
+        num_finished = sum(f"{prompt.id}@{k}" in context.finished for k in known)
+        return samples if num_finished < size else []
 
     async def _wait_for_turn(self, *, begins_group: bool) -> None:
         """Wait until an episode may start, without taking what episodes under way may need."""
@@ -355,16 +372,14 @@ class Run:
         await state.acquire(self._room)
         seed = policy.seed if given.seed is None else given.seed
         prompt = replace(given, id=state.qid, seed=derive_seed(seed, state.qid))
-        count_reply = None if context.on_progress is None else self._count_reply
+        count_turn = None if context.on_progress is None else self._count_turn
         while True:
             await state.acquire(self._slots)
             state.attempts += 1
             context.observers.tell("episode_started", state.qid, state.attempts - 1)
             try:
                 with _shielded_from_agent_cancel(state.qid):
-                    found = await attempt_episode(
-                        context, prompt, given.id, count_reply=count_reply
-                    )
+                    found = await attempt_episode(context, prompt, count_turn=count_turn)
             except EpisodeError as error:
                 if has_engine_ended(error):
                     self.stop(drain=True)
@@ -374,7 +389,7 @@ class Run:
                     return error
             else:
                 self._tell_end(state, None, final=True)
-                return found
+                return labelled(found, state.group.label)
             state.release(self._slots)
             await asyncio.sleep(policy.retries.wait.seconds(state.qid, state.attempts))
 
@@ -386,8 +401,8 @@ class Run:
         tell = self._context.observers.tell
         tell("episode_ended", state.qid, state.attempts - 1, error, final=final)
 
-    def _count_reply(self, reply: Reply) -> None:
-        self._counters.count_reply(reply)
+    def _count_turn(self, turn: Turn) -> None:
+        self._counters.count_turn(turn)
         if not self._has_replied:
             self._has_replied = True
             self._events.put_nowait(None)
@@ -420,13 +435,3 @@ def _shielded_from_agent_cancel(qid: str | None = None) -> Iterator[None]:
             task.uncancel()
         if qid is not None:
             raise EpisodeCancelledError(qid, "its task was cancelled") from error
-
-
-async def one_by_one(prompts: Prompts) -> AsyncGenerator[Prompt, None]:
-    """Yield prompts of either kind of source, which is not closed with this generator."""
-    if isinstance(prompts, AsyncIterable):
-        async for prompt in prompts:
-            yield prompt
-    else:
-        for prompt in prompts:
-            yield prompt

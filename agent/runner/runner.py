@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
+from typing import Any
 
 from trajpack.agent.protocols import Agent, Engine, Environment
-from trajpack.agent.runner.attempt import RunnerContext, check_serving
+from trajpack.agent.runner.episode import RunnerContext, check_serving, coroutine_of
 from trajpack.agent.runner.observers import RolloutObserver
 from trajpack.agent.runner.policy import GroupPolicy, RolloutPolicy, StalenessGate
 from trajpack.agent.runner.results import EpisodeResult, GroupResult, Progress
@@ -35,6 +36,7 @@ class RolloutRunner:
         concurrency: Episodes in flight at most. As many more may wait for their next attempt,
             or to be taken; then no new ones start.
         group_size: Episodes for each prompt.
+        sampling: Sampling parameters of requests that name none; None takes `SamplingParams()`.
         policy: Retries, time limits, staleness, groups, and the seed.
         observers: Told of every step. An exception of one is logged and goes no further.
         finished: Names of episodes that were finished before and are not started again, such as
@@ -55,6 +57,7 @@ class RolloutRunner:
         *,
         concurrency: int = 64,
         group_size: int = 1,
+        sampling: Any = None,
         policy: RolloutPolicy = _DEFAULT_POLICY,
         observers: Sequence[RolloutObserver] = (),
         finished: Collection[str] = (),
@@ -63,6 +66,7 @@ class RolloutRunner:
         for name, value in (("concurrency", concurrency), ("group_size", group_size)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        coroutine_of(agent)
         require("anyio")
         self._context = RunnerContext(
             engine,
@@ -70,6 +74,7 @@ class RolloutRunner:
             environment,
             concurrency=concurrency,
             group_size=group_size,
+            sampling=sampling,
             policy=policy,
             observers=observers,
             finished=finished,

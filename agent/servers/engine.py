@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import TypeVar
 
-from trajpack.agent.engines.queues import End, QueuedEngine, check_entered
+from trajpack.agent.engines.serving import End, ServedEngine
 from trajpack.agent.engines.transformers_batching import Limits, read_prompt, read_sampling
 from trajpack.agent.errors import (
     GenerationError,
@@ -47,6 +47,8 @@ _THREAD_BYTES = 128 * 1024
 """Size from which a body is parsed in a thread, so that the event loop serves others meanwhile."""
 _BYTES_PER_TOKEN = 1024
 _BYTES_BESIDE = 64 * 1024
+_MOST_EPISODES = 1 << 16
+"""Episodes whose requests are numbered."""
 _ABORT_S = 2.0
 _MAX_REASON = 700
 """Characters of an error's text."""
@@ -57,13 +59,11 @@ class OutdatedError(RetryableError):
     """A server's weights are older than those of the completion's first tokens."""
 
 
-class ServerEngine(QueuedEngine):
+class ServerEngine(ServedEngine):
     """Generates with inference servers; use `SGLangEngine` or `VLLMEngine`.
 
-    Use it as an asynchronous context manager. Each observation gets exactly one reply: a
-    `GenerationOutput`, a `GenerationError` that says why there is none, or an `EngineEndedError`
-    once the context has been left. The third item of an observation is a `SamplingParams` or any
-    object with ``max_new_tokens`` and, optionally, others of its attributes and ``greedy``.
+    Use it as an asynchronous context manager. The third item of a request is a `SamplingParams` or
+    any object with ``max_new_tokens`` and, optionally, others of its attributes and ``greedy``.
 
     Args:
         urls: Addresses of the servers. A user and a password in one are sent as such, and shown
@@ -102,16 +102,6 @@ class ServerEngine(QueuedEngine):
     def version(self) -> int:
         """Version of the weights that sample now."""
         return self._control.version if self._control else self._version
-
-    def close_episode(self, qid: str) -> None:
-        """Forget ``qid``; requests of it that came by the queue are cancelled, and aborted.
-
-        Closing an episode that is not open does nothing.
-        """
-        super().close_episode(qid)
-        self._num_requests.pop(qid, None)
-        if self._control is not None:
-            self._control.router.forget(qid)
 
     async def set_version(self, version: int) -> None:
         """Declare that the servers have new weights, and tell those with an endpoint for it.
@@ -208,9 +198,7 @@ class ServerEngine(QueuedEngine):
             RuntimeError: If the engine has not been entered.
         """
         qid = request[0]
-        if self._end is not None:
-            raise self._end.as_error(qid)
-        check_entered(self, self._end, self._loop)
+        self._check_request(qid)
         completion = self._read_request(GenerationRequest(*request))
         limit_s = self._options.time_limits.generation_s
         deadline = asyncio.timeout(limit_s)
@@ -252,6 +240,8 @@ class ServerEngine(QueuedEngine):
             raise RequestRefusedError(qid, one_line(f"refused: {error}")) from error
         number = self._num_requests[qid]
         self._num_requests[qid] += 1
+        if len(self._num_requests) > _MOST_EPISODES:
+            del self._num_requests[next(iter(self._num_requests))]
         return Completion(qid, number, prompt, params)
 
     async def _pause_if_idle(self, num_idle: int, server: str | None) -> None:

@@ -24,6 +24,10 @@ _logger = logging.getLogger(__name__)
 _MAX_DOUBLINGS = 4
 
 
+_MOST_HOMES = 1 << 16
+"""Episodes whose servers are remembered."""
+
+
 class OutageError(Exception):
     """No server was healthy within the time limit."""
 
@@ -154,6 +158,8 @@ class Router:
             )
             self.forget(qid)
             self._homes[qid] = server
+            if len(self._homes) > _MOST_HOMES:
+                self.forget(next(iter(self._homes)))
             server.num_episodes += 1
             _logger.debug("episode %s goes to %s", one_line(qid), one_line(server.label))
         server.num_in_flight += 1

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,7 +24,7 @@ from trajpack.agent.environments.questions import (
     arithmetic_questions,
 )
 from trajpack.agent.models.tiny_model import build_arithmetic_model
-from trajpack.agent.protocols import GenerationOutput, Observation, Reply
+from trajpack.agent.runner.episode import run_episode
 from trajpack.packing.adapters.huggingface import LMHead
 
 EXAMPLE = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "train_sums.py"))
@@ -155,16 +156,15 @@ async def converse(question: Question, completions: list[list[int]]) -> Trajecto
     agent = MathMultiTurnAgent(
         SamplingParams(max_new_tokens=3), TOKENIZER, None, num_turns=3, stop_on_success=True
     )
-    asked: asyncio.Queue[Observation] = asyncio.Queue()
-    replies: asyncio.Queue[Reply] = asyncio.Queue()
+    said = iter(completions)
+
+    async def generate(token_ids: Any, sampling: Any = None) -> Turn:
+        completion = next(said)
+        return Turn(list(token_ids), np.array(completion), [0.0] * len(completion))
+
     prompt = Prompt(question.id, EXAMPLE["encode_question"](question, TOKENIZER))
     environment = ExactAnswerEnvironment([question])
-    episode = asyncio.create_task(agent.collect_trajectory(prompt, environment, asked, replies))
-    for completion in completions:
-        qid, ids, _ = await asked.get()
-        logprobs = [0.0] * len(completion)
-        replies.put_nowait(GenerationOutput(qid, ids, completion, logprobs, False, 0, 0))
-    (trajectory,) = await episode
+    (trajectory,) = await run_episode(agent, environment, prompt, generate)
     return trajectory
 
 

@@ -359,7 +359,7 @@ def test_the_report_compares_layouts() -> None:
 def test_a_dead_engine_leaves_the_finished_episodes(
     num_good: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = MathMultiTurnAgent.collect_trajectory
+    honest = MathMultiTurnAgent.run
     qids: list[str] = []
 
     async def collect(self: MathMultiTurnAgent, prompt: Prompt, *rest: Any) -> list[Trajectory]:
@@ -368,7 +368,7 @@ def test_a_dead_engine_leaves_the_finished_episodes(
             raise EngineEndedError(prompt.id, "generation has died: OutOfMemory")
         return await honest(self, prompt, *rest)
 
-    monkeypatch.setattr(MathMultiTurnAgent, "collect_trajectory", collect)
+    monkeypatch.setattr(MathMultiTurnAgent, "run", collect)
     out = tmp_path / "batch.safetensors"
     done = call("rollout", *SMALL, "--num-prompts", "20", "--out", out)
     assert done.status == 2

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from tests.engines.vllm_server import RunningServer, TinyModel
-from trajpack.agent.protocols import GenerationOutput, Reply
+from tests.support.replies import Reply, reply_of
+from trajpack.agent.protocols import GenerationOutput
 from trajpack.agent.servers.vllm import VLLMEngine
 
 NEAR = 1e-4
@@ -39,13 +40,8 @@ LONG = Sampling(max_new_tokens=450)
 
 async def ask(engine: VLLMEngine, prompt: Sequence[int], sampling: Sampling) -> Reply:
     """Return the reply to one request, in an episode of its own."""
-    qid = next(_qids)
-    replies = engine.open_episode(qid)
-    engine.obs_queue.put_nowait((qid, prompt, sampling))
-    try:
-        return await replies.get()
-    finally:
-        engine.close_episode(qid)
+    reply: Reply = await reply_of(engine, next(_qids), prompt, sampling)
+    return reply
 
 
 async def sample(engine: VLLMEngine, prompt: Sequence[int], sampling: Sampling) -> GenerationOutput:

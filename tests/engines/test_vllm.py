@@ -11,6 +11,7 @@ import pytest
 from tests.engines import server_episodes as episodes
 from tests.engines.server_episodes import NEAR, Sampling
 from tests.engines.vllm_server import RunningServer, TinyModel
+from tests.support.replies import reply_of
 from trajpack.agent.errors import RequestRefusedError
 from trajpack.agent.protocols import GenerationOutput
 from trajpack.agent.servers.options import ServerOptions
@@ -87,9 +88,7 @@ def test_what_can_never_be_honoured_is_refused(server: RunningServer, endpoint: 
 def test_the_same_seed_draws_the_same_tokens(server: RunningServer) -> None:
     async def collect(seed: int) -> list[int]:
         async with VLLMEngine(server.url, options=ServerOptions(seed=seed)) as engine:
-            replies = engine.open_episode("q@0")
-            engine.obs_queue.put_nowait(("q@0", PROMPTS[0], Sampling(32)))
-            reply = await replies.get()
+            reply = await reply_of(engine, "q@0", PROMPTS[0], Sampling(32))
             assert isinstance(reply, GenerationOutput)
             return list(reply.output_ids)
 

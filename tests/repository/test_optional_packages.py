@@ -141,7 +141,7 @@ def test_without_extras_packing_works_and_the_rest_names_what_to_install(tmp_pat
 
 BEHIND = {
     "agent/blocking_work.py": "agent/runner/runner.py",
-    "agent/runner/attempt.py": "agent/runner/runner.py",
+    "agent/runner/gate.py": "agent/runner/runner.py",
     "agent/runner/run.py": "agent/runner/runner.py",
     "agent/runner/trajectory_check.py": "agent/runner/runner.py",
     "agent/environments/answer_worker.py": "agent/environments/math_verify.py",

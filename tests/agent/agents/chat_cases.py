@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from trajpack.agent.protocols import GenerationOutput, Prompt
-from trajpack.packing.types import Trajectory
+from trajpack.agent.protocols import GenerationOutput, GenerationRequest, Prompt
+from trajpack.agent.runner.replies import checked_prompt, turn_of
+from trajpack.packing.types import Trajectory, Turn
 
 END = "\u25a0"
 """The special token that ends a message."""
@@ -50,23 +51,30 @@ class Characters:
 
 
 class Script:
-    """An engine of one episode that says one text after the other, or a reply that differs."""
+    """An engine of one episode that says one text after the other, and then nothing.
 
-    def __init__(self, texts: Iterable[str | dict[str, Any]]) -> None:
+    In place of a text it takes an error to raise, or values of the reply that differ.
+    """
+
+    def __init__(self, texts: Iterable[Any]) -> None:
         self.texts = list(texts)
         self.prompts: list[str] = []
-        self.obs_queue: asyncio.Queue[Any] = asyncio.Queue()
-        self.act_queue: asyncio.Queue[Any] = asyncio.Queue()
+        self.samplings: list[Any] = []
 
-    async def serve(self) -> None:
-        for text in self.texts:
-            qid, ids, _ = await self.obs_queue.get()
-            self.prompts.append("".join(map(chr, ids)))
-            changes = text if isinstance(text, dict) else {}
-            said = [ord(c) for c in (END if changes else text)]
-            no_eos = not said or chr(said[-1]) != END
-            reply = GenerationOutput(qid, ids, said, [-0.5] * len(said), no_eos, 0, 0)
-            await self.act_queue.put(replace(reply, **changes))
+    async def __call__(self, token_ids: Any, sampling: Any = None) -> Turn:
+        self.prompts.append("".join(map(chr, token_ids)))
+        self.samplings.append(sampling)
+        if not self.texts:
+            await asyncio.Event().wait()
+        text = self.texts.pop(0)
+        if isinstance(text, Exception):
+            raise text
+        changes = text if isinstance(text, dict) else {}
+        said = [ord(c) for c in (END if changes else text)]
+        no_eos = not said or chr(said[-1]) != END
+        ids = checked_prompt("q@0", token_ids)
+        reply = GenerationOutput("q@0", ids, said, [-0.5] * len(said), no_eos, 0, 0)
+        return turn_of("q@0", ids, replace(reply, **changes))
 
 
 def collect(
@@ -84,16 +92,8 @@ async def collect_async(
     prompt: Prompt | None = None,
 ) -> tuple[Trajectory, list[str]]:
     script = Script(texts)
-    server = asyncio.ensure_future(script.serve())
-    try:
-        (trajectory,) = await agent.collect_trajectory(
-            prompt or Prompt("q@0", [ord(c) for c in f"<user>go{END}\n<assistant>"]),
-            env,
-            script.obs_queue,
-            script.act_queue,
-        )
-    finally:
-        server.cancel()
+    prompt = prompt or Prompt("q@0", [ord(c) for c in f"<user>go{END}\n<assistant>"])
+    (trajectory,) = await agent.run(prompt, env, script)
     return trajectory, script.prompts
 
 
@@ -104,27 +104,13 @@ class SaysAlways:
 
     def __init__(self, text: str) -> None:
         self.said = [ord(c) for c in text]
-        self.obs_queue: asyncio.Queue[Any] = asyncio.Queue()
-        self.replies: dict[str, asyncio.Queue[Any]] = {}
-
-    def open_episode(self, qid: str) -> asyncio.Queue[Any]:
-        return self.replies.setdefault(qid, asyncio.Queue())
-
-    def close_episode(self, qid: str) -> None:
-        self.replies.pop(qid, None)
 
     async def __aenter__(self) -> SaysAlways:
-        self.task = asyncio.create_task(self.serve())
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        self.task.cancel()
-        await asyncio.wait({self.task})
+        return None
 
-    async def serve(self) -> None:
-        while True:
-            qid, ids, _ = await self.obs_queue.get()
-            if qid in self.replies:
-                logprobs = [-0.5] * len(self.said)
-                reply = GenerationOutput(qid, ids, self.said, logprobs, False, 0, 0)
-                self.replies[qid].put_nowait(reply)
+    async def generate(self, request: GenerationRequest) -> GenerationOutput:
+        qid, ids, _ = request
+        return GenerationOutput(qid, ids, self.said, [-0.5] * len(self.said), False, 0, 0)

@@ -20,7 +20,6 @@ from trajpack.agent import (
     RolloutRunner,
     SamplingParams,
 )
-from trajpack.agent.errors import EpisodeTimeoutError
 from trajpack.packing.types import Trajectory, Turn
 
 Run = Callable[[EpisodeAgent, Prompt], Awaitable[list[Turn]]]
@@ -29,8 +28,8 @@ Run = Callable[[EpisodeAgent, Prompt], Awaitable[list[Turn]]]
 class Written(EpisodeAgent):
     """An agent whose episode is a function of a test."""
 
-    def __init__(self, body: Run, **options: Any) -> None:
-        super().__init__(SamplingParams(max_new_tokens=2), **options)
+    def __init__(self, body: Run) -> None:
+        super().__init__(SamplingParams(max_new_tokens=2))
         self.body = body
 
     async def run(self, prompt: Prompt, env: Any) -> list[Trajectory]:
@@ -120,40 +119,6 @@ def test_errors_of_the_engine_and_of_prompts_are_raised_in_run() -> None:
     assert "token_ids must be 0 or more, got -1" in str(seen[1])
 
 
-def test_a_late_reply_ends_the_episode() -> None:
-    async def wait(prompt_ids: Any, sampling: Any) -> Any:
-        await asyncio.Event().wait()
-
-    async def body(agent: EpisodeAgent, prompt: Prompt) -> list[Turn]:
-        return [await agent.generate(prompt.input_ids)]
-
-    error = failure_of(Written(body, generation_timeout=0.01), wait)
-    assert isinstance(error, EpisodeTimeoutError)
-
-
-@pytest.mark.parametrize("same_prompt", [True, False])
-def test_the_reply_of_a_cancelled_call_is_not_taken_for_the_next_ones(same_prompt: bool) -> None:
-    asked: list[int] = []
-
-    async def first_is_slow(prompt_ids: Any, sampling: Any) -> Any:
-        asked.append(len(prompt_ids))
-        await asyncio.sleep(0.1 if len(asked) == 1 else 0)
-        return [100 * len(asked)] * sampling.max_new_tokens, [-0.5] * sampling.max_new_tokens, False
-
-    async def body(agent: EpisodeAgent, prompt: Prompt) -> list[Turn]:
-        call = asyncio.ensure_future(agent.generate(prompt.input_ids))
-        while not asked:  # noqa: ASYNC110 - what is waited for is a list
-            await asyncio.sleep(0)
-        call.cancel()
-        await asyncio.wait({call})
-        ids = prompt.input_ids if same_prompt else [7]
-        return [await agent.generate(ids, SamplingParams(max_new_tokens=3)) for _ in range(2)]
-
-    (result,) = rolled_out(Written(body), first_is_slow)
-    assert result.error is None
-    assert [list(turn.completion_ids) for turn in result.turns] == [[200] * 3, [300] * 3]
-
-
 def test_generate_belongs_to_an_episode_of_its_agent() -> None:
     async def body(agent: EpisodeAgent, prompt: Prompt) -> list[Turn]:
         return [await Written(body).generate(prompt.input_ids)]
@@ -162,9 +127,3 @@ def test_generate_belongs_to_an_episode_of_its_agent() -> None:
     with pytest.raises(RuntimeError, match=message):
         asyncio.run(Written(body).generate([1]))
     assert message in str(failure_of(Written(body)))
-
-
-@pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
-def test_a_timeout_is_positive(timeout: float) -> None:
-    with pytest.raises(ValueError, match="generation_timeout must be positive"):
-        Written(None, generation_timeout=timeout)  # type: ignore[arg-type]

@@ -113,46 +113,6 @@ def test_the_episode_goes_on_unless_told_to_stop(judge: Any, option: str) -> Non
     assert len(run(make(num_turns=3, **{option: True}), judge(), *replies)[0].turns) == 2
 
 
-def test_no_turn_is_asked_that_might_not_fit() -> None:
-    second_prompt = len(f"1+1?2{END}{WRONG}")
-    replies = says("2", "2")
-    fits = make(num_turns=2, max_total_tokens=second_prompt + 8)
-    assert len(run(fits, Judge(0, 0), *replies)[0].turns) == 2
-    too_short = make(num_turns=2, max_total_tokens=second_prompt + 7)
-    trajectory, prompts = run(too_short, Judge(0, 0), *replies)
-    assert len(trajectory.turns) == len(prompts) == 1
-    for sampling in (SamplingParams(8), {"max_new_tokens": 8, "n": 1}):
-        with pytest.raises(EpisodeError, match=r"'q0@0'.* 4 tokens .*to 8 .*max_total_tokens=11"):
-            run(make(max_total_tokens=11, gconfig=sampling), Judge())
-
-
-def test_a_lost_reply_ends_the_episode() -> None:
-    agent = make(num_turns=2, generation_timeout=0.05)
-    with pytest.raises(EpisodeError, match=r"'q0@0': turn 1: no reply within 0\.05 s"):
-        run(agent, Judge(0), *says("1"))
-
-
-def test_a_cancelled_episode_names_itself_and_leaves_no_log(tmp_path: Path) -> None:
-    async def cancel() -> None:
-        is_judged = asyncio.Event()
-
-        class Tells(Judge):
-            async def step(self, action: Any) -> Any:
-                is_judged.set()
-                return await super().step(action)
-
-        agent = make(answer_save_path=tmp_path)
-        episode = asyncio.ensure_future(collect_async(agent, Tells(0), says("1"), prompt=PROMPT))
-        await is_judged.wait()
-        episode.cancel()
-        with pytest.raises(asyncio.CancelledError, match="'q0@0': cancelled in turn 1"):
-            await episode
-        assert episode.cancelled()
-
-    asyncio.run(cancel())
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_cancellation_by_a_timeout_of_the_caller_stays_a_timeout() -> None:
     async def limited() -> None:
         async with asyncio.timeout(0.01):
@@ -205,7 +165,6 @@ def test_a_log_that_cannot_be_written_costs_a_warning_not_the_trajectory(
         ({"turn_level_discount": float("-inf")}, "turn_level_discount must be finite, got -inf"),
         ({"max_total_tokens": 0}, "max_total_tokens must be positive, got 0"),
         ({"max_total_tokens": 9, "gconfig": None}, "needs a gconfig with max_new_tokens"),
-        ({"generation_timeout": 0.0}, r"generation_timeout must be positive, got 0\.0"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:

@@ -14,7 +14,6 @@ from trajpack.agent.agents.chat_messages import ChatMessages
 from trajpack.agent.agents.conversation import ConversationLimits
 from trajpack.agent.agents.tool_agent import ToolAgent
 from trajpack.agent.agents.tools import Tool, ToolCall, ToolCallError, tool_calls
-from trajpack.agent.errors import EpisodeError
 from trajpack.agent.models.tiny_model import build_tiny_model
 from trajpack.agent.protocols import SamplingParams
 from trajpack.packing.buffer.buffer import pack
@@ -78,15 +77,14 @@ def test_the_last_turn_that_may_be_is_judged_whatever_it_says() -> None:
 
 def test_no_turn_is_asked_that_might_not_fit() -> None:
     said = call("add", a=1)
-    whole = len(PROMPT) + len(said) + len(f"{END}\n<tool>1{END}\n<assistant>") + 80
-    for limit, num_turns in ((whole, 2), (whole - 1, 1)):
+    whole = len(PROMPT) + len(said) + len(f"{END}\n<tool>1{END}\n<assistant>")
+    for limit, num_turns in ((whole + 1, 2), (whole, 1)):
         judge = Judge()
         agent = make(limits=ConversationLimits(max_total_tokens=limit))
         trajectory, _ = collect(agent, judge, [said, "5"])
         assert len(trajectory.turns) == num_turns
+        assert trajectory.truncated is (True if num_turns == 1 else None)
         assert len(judge.answers) == 1
-    with pytest.raises(EpisodeError, match=r"'q@0': .*exceed max_total_tokens=90"):
-        collect(make(limits=ConversationLimits(max_total_tokens=90)), Judge(), [])
 
 
 async def _too_slow(a: float) -> None:

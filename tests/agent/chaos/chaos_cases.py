@@ -7,12 +7,12 @@ import selectors
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from tests.agent.agents.chat_cases import END, Characters
 from tests.agent.chaos.fault_plan import Fault, FaultPlan
 from trajpack.agent.agents.math_multi_turn import MathMultiTurnAgent
-from trajpack.agent.protocols import GenerationOutput, Observation, Prompt, Reply, SamplingParams
+from trajpack.agent.protocols import GenerationOutput, GenerationRequest, Prompt, SamplingParams
 from trajpack.agent.runner.observers import RolloutObserver
 from trajpack.agent.runner.policy import BackOff, RetryPolicy, RolloutPolicy
 from trajpack.agent.runner.runner import EpisodeResult
@@ -28,15 +28,14 @@ NUM_MARKED = 6
 
 
 def chaos_policy(**changes: Any) -> RolloutPolicy:
+    limits = {"episode_timeout_s": 60.0, "generation_timeout_s": 20.0}
     retries = RetryPolicy(max_attempts=4, wait=BackOff(0.5, 4.0))
-    return RolloutPolicy(**({"retries": retries, "episode_timeout_s": 60.0} | changes))
+    return RolloutPolicy(**({"retries": retries} | limits | changes))
 
 
-def chaos_agent(num_turns: int = NUM_TURNS, timeout_s: float = 20.0) -> MathMultiTurnAgent:
+def chaos_agent(num_turns: int = NUM_TURNS) -> MathMultiTurnAgent:
     sampling = SamplingParams(max_new_tokens=NUM_MARKED)
-    return MathMultiTurnAgent(
-        sampling, Characters(), None, num_turns=num_turns, generation_timeout=timeout_s
-    )
+    return MathMultiTurnAgent(sampling, Characters(), None, num_turns=num_turns)
 
 
 def chaos_prompts(count: int, first: int = 0) -> Iterator[Prompt]:
@@ -57,50 +56,34 @@ def marked_logprobs(ids: Iterable[int]) -> list[float]:
 
 
 class MarkingEngine:
-    """Answers at once, in tokens that say which question of which attempt they answer."""
+    """Answers in tokens that say which question of which attempt they answer."""
 
-    def __init__(self, version: int = 0) -> None:
+    def __init__(self, plan: FaultPlan, version: int = 0) -> None:
+        self.plan = plan
         self.version = version
-        self.obs_queue: asyncio.Queue[Observation] = asyncio.Queue()
-        self.open: dict[str, asyncio.Queue[Reply]] = {}
+        self.open: list[str] = []
+        """Episodes whose requests are in flight."""
         self.on_request: Callable[[str], None] | None = None
-        self._attempts: dict[str, int] = {}
-        self._turns: dict[str, int] = {}
 
-    def open_episode(self, qid: str) -> asyncio.Queue[Reply]:
-        if qid in self.open:
-            raise ValueError(f"episode {qid!r} is open already")
-        self._attempts[qid] = self._attempts.get(qid, -1) + 1
-        self._turns[qid] = 0
-        return self.open.setdefault(qid, asyncio.Queue())
-
-    def close_episode(self, qid: str) -> None:
-        self.open.pop(qid, None)
-
-    def forget(self, qid: str) -> None:
-        self._attempts.pop(qid, None)
-        self._turns.pop(qid, None)
-
-    async def __aenter__(self) -> MarkingEngine:
-        self._task = asyncio.create_task(self._answer())
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        self._task.cancel()
-        await asyncio.wait({self._task})
+        assert self.open == []
 
-    async def _answer(self) -> None:
-        while True:
-            qid, ids, _ = await self.obs_queue.get()
-            if qid not in self.open:
-                continue
-            if self.on_request is not None:
-                self.on_request(qid)
-            self.open[qid].put_nowait(self.reply(qid, ids))
+    async def generate(self, request: GenerationRequest) -> GenerationOutput:
+        if self.on_request is not None:
+            self.on_request(request.qid)
+        self.open.append(request.qid)
+        try:
+            return await self.answer(request, *self.plan.next_request(request.qid))
+        finally:
+            self.open.remove(request.qid)
 
-    def reply(self, qid: str, ids: Any) -> Reply:
-        said = marked_ids(qid, self._attempts[qid], self._turns[qid])
-        self._turns[qid] += 1
+    async def answer(self, request: GenerationRequest, attempt: int, turn: int) -> GenerationOutput:
+        await asyncio.sleep(0)
+        qid, ids, _ = request
+        said = marked_ids(qid, attempt, turn)
         version = self.version
         return GenerationOutput(qid, ids, said, marked_logprobs(said), False, version, version)
 
@@ -117,10 +100,19 @@ class CoinJudge:
 
 
 @dataclass(eq=False)
-class Account(RolloutObserver):
-    """What has come of a run, every result held against the plan."""
+class Beginnings(RolloutObserver):
+    """Tells the plan which attempt of an episode is under way."""
 
     plan: FaultPlan
+
+    def episode_started(self, qid: str, attempt: int) -> None:
+        self.plan.begin(qid, attempt)
+
+
+@dataclass(eq=False)
+class Account(Beginnings):
+    """What has come of a run, every result held against the plan."""
+
     policy: RolloutPolicy = field(default_factory=chaos_policy)
     num_turns: int = NUM_TURNS
     besides: frozenset[str] = frozenset()
@@ -138,6 +130,7 @@ class Account(RolloutObserver):
     num_accepted: int = 0
 
     def episode_started(self, qid: str, attempt: int) -> None:
+        super().episode_started(qid, attempt)
         self.started.add(qid)
         self.num_attempts += 1
 

@@ -87,7 +87,7 @@ class FaultPlan:
     counts: Counter[tuple[str, Fault]] = field(default_factory=Counter)
     """Faults injected, by place and kind."""
     _attempts: dict[str, int] = field(default_factory=dict)
-    _steps: dict[str, int] = field(default_factory=dict)
+    _counts: dict[str, Counter[str]] = field(default_factory=dict)
     _injected: dict[str, list[tuple[str, Fault]]] = field(default_factory=dict)
 
     def draw(self, *names: str | int) -> int:
@@ -119,18 +119,24 @@ class FaultPlan:
                 return cause
         return None
 
-    def begin(self, qid: str) -> int:
-        """Count an attempt at an episode, and return which it is, from 0."""
-        self._attempts[qid] = self._attempts.get(qid, -1) + 1
-        self._steps[qid] = 0
+    def begin(self, qid: str, attempt: int) -> None:
+        """Note that an attempt at an episode begins."""
+        self._attempts[qid] = attempt
         self._injected[qid] = []
-        return self._attempts[qid]
+        self._counts[qid] = Counter()
+
+    def next_request(self, qid: str) -> tuple[int, int]:
+        """Count a request, and return the attempt and which request of it this is, from 0."""
+        return self._next("request", qid)
 
     def next_step(self, qid: str) -> tuple[int, int]:
-        """Count a step, and return the attempt and which step of it this is, from 0."""
-        step = self._steps.get(qid, 0)
-        self._steps[qid] = step + 1
-        return self._attempts.get(qid, 0), step
+        """The same for a step."""
+        return self._next("step", qid)
+
+    def _next(self, what: str, qid: str) -> tuple[int, int]:
+        counts = self._counts.setdefault(qid, Counter())
+        counts[what] += 1
+        return self._attempts.get(qid, 0), counts[what] - 1
 
     def inject(self, place: str, qid: str, fault: Fault | None) -> None:
         if fault is not None:
@@ -140,7 +146,7 @@ class FaultPlan:
     def end(self, qid: str) -> list[tuple[str, Fault]]:
         """Forget an episode; return the faults of its last attempt."""
         self._attempts.pop(qid, None)
-        self._steps.pop(qid, None)
+        self._counts.pop(qid, None)
         return self._injected.pop(qid, [])
 
     def _fault(self, place: str, qid: str, attempt: int, turn: int) -> Fault | None:

@@ -13,7 +13,6 @@ import pytest
 from tests.agent.chaos.chaos_cases import (
     Account,
     CoinJudge,
-    MarkingEngine,
     chaos_agent,
     chaos_policy,
     chaos_prompts,
@@ -22,7 +21,7 @@ from tests.agent.chaos.chaos_cases import (
 from tests.agent.chaos.fault_plan import FaultPlan, rates
 from tests.agent.chaos.faults import FaultyEngine, FaultyEnvironment
 from trajpack.agent.errors import EngineEndedError
-from trajpack.agent.protocols import Prompt, Reply
+from trajpack.agent.protocols import GenerationOutput, GenerationRequest, Prompt
 from trajpack.agent.runner.policy import (
     RETRIED,
     BackOff,
@@ -42,11 +41,10 @@ MAX_REFILLS = 6
 class Stage:
     """An engine and an environment that go wrong, and a runner before them."""
 
-    def __init__(self, account: Account, marking: MarkingEngine | None = None) -> None:
+    def __init__(self, account: Account, engine: FaultyEngine | None = None) -> None:
         self.account = account
         self.plan = account.plan
-        self.marking = MarkingEngine() if marking is None else marking
-        self.engine = FaultyEngine(self.marking, self.plan)
+        self.engine = FaultyEngine(self.plan) if engine is None else engine
 
     def runner(self, **options: Any) -> RolloutRunner:
         judge = FaultyEnvironment(CoinJudge(), self.plan)
@@ -56,7 +54,6 @@ class Stage:
     def take(self, result: EpisodeResult) -> None:
         self.account.take(result)
         self.plan.end(result.qid)
-        self.marking.forget(result.qid)
 
 
 def chaos_plan(seed: int) -> FaultPlan:
@@ -98,7 +95,6 @@ def test_groups_become_what_the_rule_says_and_no_sample_is_lost(
                 assert [one.sample for one in group.results] == list(range(len(group.results)))
                 for result in group.results:
                     stage.take(result)
-            assert stage.engine.open == {}
 
     run_skipping(body())
     assert outcomes == {f"q{k}": foretold_group(account, f"q{k}") for k in range(60)}
@@ -107,18 +103,18 @@ def test_groups_become_what_the_rule_says_and_no_sample_is_lost(
     assert len(set(outcomes.values())) > 2 - (incomplete == "keep")
 
 
-class Mortal(MarkingEngine):
+class Mortal(FaultyEngine):
     """Answers so many requests, and then none any more."""
 
-    def __init__(self, num_left: int) -> None:
-        super().__init__()
+    def __init__(self, plan: FaultPlan, num_left: int) -> None:
+        super().__init__(plan)
         self.num_left = num_left
 
-    def reply(self, qid: str, ids: Any) -> Reply:
+    async def answer(self, request: GenerationRequest, *place: int) -> GenerationOutput:
         self.num_left -= 1
         if self.num_left < 0:
-            return EngineEndedError(qid, "the process has died")
-        return super().reply(qid, ids)
+            raise EngineEndedError(request.qid, "the process has died")
+        return await super().answer(request, *place)
 
 
 @pytest.mark.parametrize("end", ["drained", "cancelled", "dead"])
@@ -135,9 +131,10 @@ def test_a_run_that_ends_early_is_taken_up_where_its_log_ends(end: str, tmp_path
                 log.append(result.qid, result.trajectories, error=error)
                 if len(stage.account.seen) == stop_after:
                     runner.stop(drain=end == "drained")
-            assert stage.engine.open == stage.marking.open == {}
 
-    first = Stage(Account(chaos_plan(4), besides=besides), Mortal(400 if end == "dead" else 10**6))
+    plan = chaos_plan(4)
+    engine = Mortal(plan, 400 if end == "dead" else 10**6)
+    first = Stage(Account(plan, besides=besides), engine)
     with TrajectoryLog.open(tmp_path) as log:
         run_skipping(roll_out(log, first, None if end == "dead" else 80))
         done = set(log.finished)
@@ -175,7 +172,7 @@ def test_weights_change_in_the_midst_of_faults(drain: bool) -> None:
 
     async def body() -> None:
         nonlocal is_quiet
-        stage.marking.on_request = asked
+        stage.engine.on_request = asked
         async with stage.engine:
             runner = stage.runner()
             gate = runner.staleness
@@ -183,16 +180,15 @@ def test_weights_change_in_the_midst_of_faults(drain: bool) -> None:
             async for result in runner.run(chaos_prompts(400)):
                 stage.take(result)
                 oldest = oldest_version(result.trajectories)
-                assert oldest is None or stage.marking.version - oldest <= most
-                assert gate.capacity(stage.marking.version) >= 0
+                assert oldest is None or stage.engine.version - oldest <= most
+                assert gate.capacity(stage.engine.version) >= 0
                 if result.error is None and account.num_accepted % batch == 0:
                     async with runner.paused(drain=drain):
                         is_quiet = True
                         await asyncio.sleep(5.0)
-                        stage.marking.version += 1
+                        stage.engine.version += 1
                         is_quiet = False
             assert gate.num_running == 0
-            assert stage.engine.open == {}
 
     run_skipping(body())
     assert len(account.seen) == 400
@@ -200,7 +196,7 @@ def test_weights_change_in_the_midst_of_faults(drain: bool) -> None:
     assert account.misnamed == []
     assert broken == []
     assert account.tried_again["stale"] > 0
-    assert stage.marking.version == account.num_accepted // batch > 15
+    assert stage.engine.version == account.num_accepted // batch > 15
 
 
 def tickets() -> list[asyncio.Task[Any]]:
@@ -229,7 +225,6 @@ def test_whoever_kills_tasks_kills_only_those_episodes() -> None:
                 stage.take(result)
                 if len(account.seen) > 190:
                     killing.cancel()
-            assert stage.engine.open == {}
 
     run_skipping(body())
     assert len(account.seen) == 200
@@ -257,7 +252,6 @@ def test_a_task_that_is_killed_before_it_begins_ends_the_run_with_an_error() -> 
             results = stage.runner().run(prompts())
             with pytest.raises(RuntimeError, match="cancelled before it began"):
                 await anext(results)
-            assert stage.engine.open == {}
 
     run_skipping(body())
     gc.collect()  # what never began is warned of while that is expected

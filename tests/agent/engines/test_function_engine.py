@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.agent.runner.runner_cases import TwoTurns, prompts, runner, take
+from tests.support.replies import asking
 from trajpack.agent import FunctionEngine, GenerationError, GenerationOutput
 from trajpack.agent.errors import EngineEndedError, MalformedResponseError, RequestRefusedError
 from trajpack.packing.types import Turn
@@ -95,21 +96,6 @@ class Blocked:
             raise
 
 
-def test_closing_an_episode_cancels_its_call() -> None:
-    async def close() -> None:
-        function = Blocked()
-        async with FunctionEngine(function) as engine, asyncio.timeout(20):
-            engine.open_episode("q")
-            await engine.obs_queue.put(("q", [1], None))
-            await function.began.wait()
-            engine.close_episode("q")
-            while not function.was_cancelled:  # noqa: ASYNC110 - it has no event
-                await asyncio.sleep(0)
-        assert len(asyncio.all_tasks()) == 1
-
-    asyncio.run(close())
-
-
 def test_a_cancelled_request_cancels_its_call() -> None:
     async def cancel() -> None:
         function = Blocked()
@@ -129,11 +115,10 @@ def test_the_end_of_the_context_ends_the_calls() -> None:
         function = Blocked()
         async with asyncio.timeout(20):
             async with FunctionEngine(function) as engine:
-                replies = engine.open_episode("q")
-                await engine.obs_queue.put(("q", [1], None))
+                asked = asking(engine, "q", [1], None)
                 await function.began.wait()
             assert function.was_cancelled
-            assert isinstance(await replies.get(), EngineEndedError)
+            assert isinstance(await asked, EngineEndedError)
             with pytest.raises(EngineEndedError, match="'late': the engine was shut down"):
                 await engine.generate(("late", [1], None))  # type: ignore[arg-type]
             with pytest.raises(RuntimeError, match="can be entered once"):

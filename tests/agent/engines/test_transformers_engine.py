@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import threading
 from collections.abc import Sequence
@@ -11,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.replies import Reply, asking, reply_of
 from trajpack.agent.engines.transformers_engine import TransformersEngine
 from trajpack.agent.errors import EngineEndedError, GenerationError
 from trajpack.agent.models.tiny_model import build_tiny_model
-from trajpack.agent.protocols import GenerationOutput, Reply, SamplingParams
+from trajpack.agent.protocols import GenerationOutput, SamplingParams
 
 torch.set_num_threads(1)
 MODEL, TOKENIZER = build_tiny_model()
@@ -31,12 +31,9 @@ def small_engine(model: Any = MODEL, **options: Any) -> TransformersEngine:
 async def ask(
     engine: TransformersEngine, qid: str, ids: Sequence[int] = PROMPT, sampling: Any = None
 ) -> Reply:
-    replies = engine.open_episode(qid)
-    try:
-        await engine.obs_queue.put((qid, ids, sampling or SamplingParams(max_new_tokens=16)))
-        return await asyncio.wait_for(replies.get(), 30)
-    finally:
-        engine.close_episode(qid)
+    sampling = sampling or SamplingParams(max_new_tokens=16)
+    reply: Reply = await asyncio.wait_for(reply_of(engine, qid, ids, sampling), 30)
+    return reply
 
 
 async def generate(*args: Any, **kwargs: Any) -> GenerationOutput:
@@ -264,22 +261,6 @@ def test_prompts_may_be_arrays_and_tensors() -> None:
     assert all(output.prompt_ids == PROMPT for output in outputs)
 
 
-def test_observations_of_no_open_episode_are_logged_and_ignored(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async def body() -> GenerationOutput:
-        async with small_engine() as engine:
-            for stray in (("ghost", PROMPT, SamplingParams()), ("short",), ([], [], None), None):
-                await engine.obs_queue.put(stray)  # type: ignore[arg-type]
-            return await generate(engine, "a")
-
-    with caplog.at_level(logging.WARNING, logger="trajpack.agent.engines"):
-        asyncio.run(body())
-    messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == 4
-    assert "not open: ghost" in messages[0]
-
-
 def test_tokens_carry_the_version_that_sampled_them() -> None:
     model, _ = build_tiny_model(seed=1)
     old = {name: weight.clone() for name, weight in model.state_dict().items()}
@@ -397,21 +378,16 @@ def test_a_new_prompt_after_an_update_sees_nothing_of_the_old_weights() -> None:
     assert_logprobs(after, logits_of(after, model))
 
 
-def test_closing_an_episode_cancels_it_alone() -> None:
+def test_cancelling_a_request_ends_it_alone() -> None:
     async def body() -> tuple[GenerationOutput, Any]:
         async with small_engine(num_blocks=32, eos_token_id=NEVER) as engine:
-            replies = engine.open_episode("gone")
-            with pytest.raises(ValueError, match="'gone' is open"):
-                engine.open_episode("gone")
-            await engine.obs_queue.put(("gone", PROMPT, SamplingParams(450)))
+            gone = asking(engine, "gone", PROMPT, SamplingParams(450))
             other = asyncio.create_task(generate(engine, "stays"))
             await asyncio.sleep(0.05)
-            engine.close_episode("gone")
-            engine.close_episode("gone")
+            gone.cancel()
             output = await other
             # The cache of 512 tokens is free again only if the first was really cancelled.
             await generate(engine, "next", PROMPT, SamplingParams(450))
-            assert replies.empty()
             return output, engine._batching.output_router.result_handlers
 
     output, handlers = asyncio.run(body())
@@ -423,19 +399,20 @@ def test_closing_an_episode_cancels_it_alone() -> None:
 def test_shutdown_answers_what_is_pending_and_what_comes_later() -> None:
     async def body() -> list[Reply]:
         engine = small_engine(eos_token_id=NEVER)
-        queues = [engine.open_episode(str(k)) for k in range(3)]
         async with engine:
-            await engine.obs_queue.put(("0", PROMPT, SamplingParams(900)))
+            asked = [asking(engine, "0", PROMPT, SamplingParams(900))]
             await asyncio.sleep(0.05)
-            engine.obs_queue.put_nowait(("1", PROMPT, SamplingParams(900)))
-        await engine.obs_queue.put(("2", PROMPT, SamplingParams(900)))
+            asked.append(asking(engine, "1", PROMPT, SamplingParams(900)))
+            await asyncio.sleep(0)
+        asked.append(asking(engine, "2", PROMPT, SamplingParams(900)))
+        await asyncio.wait(asked)
         assert asyncio.all_tasks() == {asyncio.current_task()}
         assert not generation_threads()
         with pytest.raises(RuntimeError, match="not running"):
             await engine.update_weights({}, 1)
         with pytest.raises(RuntimeError, match="once"):
             await engine.__aenter__()
-        return [await asyncio.wait_for(queue.get(), 1) for queue in queues]
+        return [one.result() for one in asked]
 
     before = threading.active_count()
     replies = asyncio.run(body())
@@ -448,10 +425,11 @@ def test_shutdown_answers_what_is_pending_and_what_comes_later() -> None:
 def test_an_error_in_the_body_shuts_down_and_comes_through() -> None:
     async def body() -> None:
         async with small_engine() as engine:
-            engine.open_episode("a")
-            await engine.obs_queue.put(("a", PROMPT, SamplingParams()))
+            asked.append(asking(engine, "a", PROMPT, SamplingParams()))
+            await asyncio.sleep(0)
             raise KeyError("mine")
 
+    asked: list[Any] = []
     before = threading.active_count()
     with pytest.raises(KeyError, match="mine"):
         asyncio.run(body())

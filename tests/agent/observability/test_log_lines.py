@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from trajpack.agent.agents.math_multi_turn import MathMultiTurnAgent
-from trajpack.agent.protocols import GenerationOutput, Observation, Prompt, Reply, SamplingParams
+from trajpack.agent.protocols import Prompt, SamplingParams
 from trajpack.packing.text import one_line
+from trajpack.packing.types import Turn
 
 ROOT = Path(__file__).parents[3]
 HOSTILE = (
@@ -82,10 +83,10 @@ def test_an_answer_that_cannot_be_logged_forges_no_line(
     )
 
     async def body() -> None:
-        asked: asyncio.Queue[Observation] = asyncio.Queue()
-        replies: asyncio.Queue[Reply] = asyncio.Queue()
-        replies.put_nowait(GenerationOutput("q\n@0", [1], [2], [-1.0], False, 0, 0))
-        await agent.collect_trajectory(Prompt("q\n@0", [1]), Right(), asked, replies)
+        async def generate(token_ids: Any, sampling: Any = None) -> Turn:
+            return Turn([1], [2], [-1.0])
+
+        await agent.run(Prompt("q\n@0", [1]), Right(), generate)
 
     asyncio.run(body())
     (record,) = caplog.records

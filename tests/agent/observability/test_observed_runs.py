@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.request import urlopen
 
@@ -17,12 +17,18 @@ from prometheus_client import start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.agent.runner.runner_cases import EchoEngine
-from trajpack.agent.errors import GenerationError, ServerUnavailableError
+from trajpack.agent.errors import ServerUnavailableError
 from trajpack.agent.observability.metrics import RolloutMetrics
 from trajpack.agent.observability.tracing import RolloutTracer
-from trajpack.agent.protocols import Environment, GenerationOutput, Observation, Prompt, Reply
+from trajpack.agent.protocols import (
+    Environment,
+    Generate,
+    GenerationOutput,
+    GenerationRequest,
+    Prompt,
+)
 from trajpack.agent.runner.runner import EpisodeResult, RolloutRunner
-from trajpack.packing.types import Trajectory, Turn
+from trajpack.packing.types import Trajectory
 
 NUM_PROMPTS = 150
 
@@ -32,23 +38,16 @@ class ShuffledEngine(EchoEngine):
 
     def __init__(self) -> None:
         super().__init__(version=3)
-        self._answers: set[asyncio.Task[None]] = set()
 
-    def answer(self, item: Observation) -> None:
-        task = asyncio.create_task(self._answer_later(*item))
-        self._answers.add(task)
-        task.add_done_callback(self._answers.discard)
-
-    async def _answer_later(self, qid: str, ids: Any, _: Any) -> None:
+    async def generate(self, request: GenerationRequest) -> GenerationOutput:
+        qid, ids, _ = request
         for _ in range(number_of(qid) * 7 % 5):
             await asyncio.sleep(0)
-        reply: Reply = GenerationOutput(qid, ids, [7, 8], [-1.0, -2.0], False, 1, 2)
         if number_of(qid) % 10 == 1:
-            reply = ServerUnavailableError(qid, "no server")
+            raise ServerUnavailableError(qid, "no server")
         if number_of(qid) % 10 == 2:
-            return  # never answers
-        if qid in self.open:
-            self.open[qid].put_nowait(reply)
+            await asyncio.Event().wait()
+        return GenerationOutput(qid, ids, [7, 8], [-1.0, -2.0], False, 1, 2)
 
 
 def number_of(qid: str) -> int:
@@ -67,24 +66,14 @@ class Judge:
 
 
 class ThreeTurns:
-    async def collect_trajectory(
-        self,
-        prompt: Prompt,
-        env: Environment,
-        obs_queue: asyncio.Queue[Observation],
-        act_queue: asyncio.Queue[Reply],
-    ) -> list[Trajectory]:
+    async def run(self, prompt: Prompt, env: Environment, generate: Generate) -> list[Trajectory]:
         turns, ids = [], list(prompt.input_ids)
         for _ in range(3):
-            await obs_queue.put((prompt.id, ids, None))
             async with asyncio.timeout(0.3 if number_of(prompt.id) % 10 == 2 else None):
-                reply = await act_queue.get()
-            if isinstance(reply, GenerationError):
-                raise reply
+                turn = await generate(ids)
             await env.step((prompt.id, ["an answer"]))
-            sampled = reply.output_ids, reply.output_logprobs
-            turns.append(Turn(ids, *sampled, 1.0, version_start=1, version_end=2))
-            ids = [*ids, *reply.output_ids]
+            turns.append(replace(turn, reward=1.0))
+            ids = [*ids, *turn.completion_ids]
         return [Trajectory(prompt.id, turns)]
 
 

@@ -83,10 +83,11 @@ def test_episodes_wait_for_room_while_results_are_not_taken() -> None:
 def test_requests_that_a_pause_holds_back_are_counted() -> None:
     async def body() -> None:
         async with EchoEngine() as engine:
-            run = runner(engine, TwoTurns(), observers=[metrics])
+            agent = TwoTurns()
+            run = runner(engine, agent, observers=[metrics])
             async with run.paused():
                 rolling = asyncio.ensure_future(collect(run))
-                await until(lambda: len(engine.opened) == 3)
+                await until(lambda: agent.active == 3)
                 await asyncio.sleep(A_WHILE_S)
                 generated = metrics.registry.get_sample_value("trajpack_generation_seconds_count")
                 assert generated == waits(metrics)["pause"][0] == 0
@@ -108,8 +109,8 @@ def test_requests_that_a_pause_holds_back_are_counted() -> None:
 
 def test_a_stale_result_is_a_rejection_in_its_trace_and_linked_to_what_follows() -> None:
     class Ages(TwoTurns):
-        async def collect_trajectory(self, *values: Any) -> list[Trajectory]:
-            found = await super().collect_trajectory(*values)
+        async def run(self, *values: Any) -> list[Trajectory]:
+            found = await super().run(*values)
             engine.version += 1 if engine.version < most else 0
             return found
 

@@ -8,16 +8,22 @@ import signal
 import zlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from trajpack.agent.protocols import Environment, GenerationOutput, Observation, Prompt, Reply
+from trajpack.agent.protocols import (
+    Environment,
+    Generate,
+    GenerationOutput,
+    GenerationRequest,
+    Prompt,
+)
 from trajpack.agent.ray.cluster import local_cluster
-from trajpack.packing.types import Trajectory, Turn
+from trajpack.packing.types import Trajectory
 
 ROOT = Path(__file__).parents[3]
 
@@ -29,15 +35,7 @@ class ScriptedEngine:
         self._load_s = load_s
         self.version = 0
         self.number = 100
-        self.obs_queue: asyncio.Queue[Observation] = asyncio.Queue()
-        self._open: dict[str, asyncio.Queue[Reply]] = {}
         self._delay_s = delay_s
-
-    def open_episode(self, qid: str) -> asyncio.Queue[Reply]:
-        return self._open.setdefault(qid, asyncio.Queue())
-
-    def close_episode(self, qid: str) -> None:
-        self._open.pop(qid, None)
 
     async def update_weights(self, state_dict: dict[str, torch.Tensor], version: int) -> None:
         if int(state_dict.get("victim", 0)) == os.getpid():
@@ -47,27 +45,16 @@ class ScriptedEngine:
         self.version = version
 
     async def __aenter__(self) -> ScriptedEngine:
-        self._task = asyncio.create_task(self._answer())
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        self._task.cancel()
-        await asyncio.wait({self._task})
+        return None
 
-    async def _answer(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            qid, ids, _ = await self.obs_queue.get()
-            loop.call_later(self._delay_s, self._reply, qid, ids)
-
-    def _reply(self, qid: str, ids: list[int]) -> None:
-        if qid in self._open:
-            sampled = [self.number, self.version]
-            self._open[qid].put_nowait(
-                GenerationOutput(
-                    qid, ids, sampled, [-0.5, -0.25], False, self.version, self.version
-                )
-            )
+    async def generate(self, request: GenerationRequest) -> GenerationOutput:
+        await asyncio.sleep(self._delay_s)
+        qid, ids, _ = request
+        sampled, version = [self.number, self.version], self.version
+        return GenerationOutput(qid, ids, sampled, [-0.5, -0.25], False, version, version)
 
 
 class RightAnswers:
@@ -85,13 +72,7 @@ class NotingAgent:
     notes: Path
     num_turns: int = 2
 
-    async def collect_trajectory(
-        self,
-        prompt: Prompt,
-        env: Environment,
-        obs_queue: asyncio.Queue[Observation],
-        act_queue: asyncio.Queue[Reply],
-    ) -> list[Trajectory]:
+    async def run(self, prompt: Prompt, env: Environment, generate: Generate) -> list[Trajectory]:
         with self.notes.open("a") as file:
             file.write(f"{prompt.id} {os.getpid()}\n")
         if prompt.id.startswith("bad"):
@@ -100,20 +81,9 @@ class NotingAgent:
             await self._wait_for_ever(prompt.id)
         turns, ids = [], list(prompt.input_ids)
         for _ in range(self.num_turns):
-            await obs_queue.put((prompt.id, ids, None))
-            reply = await act_queue.get()
-            assert isinstance(reply, GenerationOutput)
-            turns.append(
-                Turn(
-                    ids,
-                    reply.output_ids,
-                    reply.output_logprobs,
-                    float(zlib.crc32(prompt.id.encode()) % 3),
-                    version_start=reply.version_start,
-                    version_end=reply.version_end,
-                )
-            )
-            ids = [*ids, *reply.output_ids, 7]
+            turn = await generate(ids)
+            turns.append(replace(turn, reward=float(zlib.crc32(prompt.id.encode()) % 3)))
+            ids = [*ids, *turn.completion_ids, 7]
         return [Trajectory(prompt.id, turns)]
 
     async def _wait_for_ever(self, qid: str) -> None:

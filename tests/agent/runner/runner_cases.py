@@ -4,53 +4,52 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from trajpack.agent.errors import GenerationError
-from trajpack.agent.protocols import Environment, GenerationOutput, Observation, Prompt, Reply
+from trajpack.agent.protocols import (
+    Environment,
+    Generate,
+    GenerationOutput,
+    GenerationRequest,
+    Prompt,
+)
 from trajpack.agent.runner.runner import EpisodeResult, GroupResult, RolloutRunner
-from trajpack.packing.types import Trajectory, Turn
+from trajpack.packing.types import Trajectory
 
 _T = TypeVar("_T")
 
 
 class EchoEngine:
-    """Answers each prompt at once with its last token and the one after it."""
+    """Answers each prompt with its last token and the one after it."""
 
     def __init__(self, version: int = 0) -> None:
         self.version = version
-        self.obs_queue: asyncio.Queue[Observation] = asyncio.Queue()
-        self.open: dict[str, asyncio.Queue[Reply]] = {}
+        self.open: list[str] = []
+        """Episodes whose requests are in flight."""
         self.opened: list[str] = []
-
-    def open_episode(self, qid: str) -> asyncio.Queue[Reply]:
-        if qid in self.open:
-            raise ValueError(f"episode {qid!r} is open already")
-        self.opened.append(qid)
-        return self.open.setdefault(qid, asyncio.Queue())
-
-    def close_episode(self, qid: str) -> None:
-        self.open.pop(qid, None)
+        """Episodes of first requests: those have two tokens at most."""
 
     async def __aenter__(self) -> EchoEngine:
-        self._task = asyncio.create_task(self._answer())
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        self._task.cancel()
-        await asyncio.wait({self._task})
+        return None
 
-    async def _answer(self) -> None:
-        while True:
-            self.answer(await self.obs_queue.get())
+    async def generate(self, request: GenerationRequest) -> GenerationOutput:
+        qid, ids, _ = request
+        if len(ids) <= 2:
+            self.opened.append(qid)
+        self.open.append(qid)
+        try:
+            await self.wait(request)
+        finally:
+            self.open.remove(qid)
+        output, version = [ids[-1], ids[-1] + 1], self.version
+        return GenerationOutput(qid, ids, output, [-1.0, -2.0], False, version, version)
 
-    def answer(self, item: Observation) -> None:
-        qid, ids, _ = item
-        if qid in self.open:
-            output, version = [ids[-1], ids[-1] + 1], self.version
-            reply = GenerationOutput(qid, ids, output, [-1.0, -2.0], False, version, version)
-            self.open[qid].put_nowait(reply)
+    async def wait(self, request: GenerationRequest) -> None:
+        await asyncio.sleep(0)
 
 
 class NoEnvironment:
@@ -72,13 +71,7 @@ class TwoTurns:
     most_active: int = 0
     cancelled: list[str] = field(default_factory=list)
 
-    async def collect_trajectory(
-        self,
-        prompt: Prompt,
-        env: Environment,
-        obs_queue: asyncio.Queue[Observation],
-        act_queue: asyncio.Queue[Reply],
-    ) -> list[Trajectory]:
+    async def run(self, prompt: Prompt, env: Environment, generate: Generate) -> list[Trajectory]:
         self.active += 1
         self.most_active = max(self.active, self.most_active)
         try:
@@ -86,16 +79,9 @@ class TwoTurns:
                 await self.before(prompt)
             turns, ids = [], list(prompt.input_ids)
             for reward in (1.0, -0.5):
-                await obs_queue.put((prompt.id, ids, self.sampling))
-                reply = await act_queue.get()
-                if isinstance(reply, GenerationError):
-                    raise reply
-                versions = {
-                    "version_start": reply.version_start,
-                    "version_end": reply.version_end,
-                }
-                turns.append(Turn(ids, reply.output_ids, reply.output_logprobs, reward, **versions))
-                ids = [*ids, *reply.output_ids]
+                turn = await generate(ids, self.sampling)
+                turns.append(replace(turn, reward=reward))
+                ids = [*ids, *turn.completion_ids]
             return [Trajectory(prompt.id, turns, group=self.group)]
         except asyncio.CancelledError:
             self.cancelled.append(prompt.id)
@@ -133,8 +119,8 @@ def serve(body: Callable[[Any], Awaitable[_T]], engine: Any = None) -> _T:
     async def served() -> _T:
         async with engine or EchoEngine() as entered, asyncio.timeout(60):
             result = await body(entered)
-            assert entered.open == {}
-            assert len(asyncio.all_tasks()) == 2  # the engine's and this
+            assert entered.open == []
+            assert len(asyncio.all_tasks()) == 1
             return result
 
     return asyncio.run(served())

@@ -56,15 +56,21 @@ def test_groups_come_whole_and_in_the_order_of_their_samples(concurrency: int) -
         assert {one.group for one in group.trajectories} == {name}
 
 
-def test_a_prompt_may_come_again_while_its_group_is_under_way() -> None:
-    async def wait(prompt: Prompt) -> None:
-        await asyncio.sleep(0.01)
-
-    asked = [prompts(1)[0], *prompts(2)]
-    options = {"group_size": 2, "concurrency": 2}
-    groups = roll_groups(TwoTurns(before=wait), asked, **options)
-    assert sorted(group.prompt.id for group in groups) == ["q0", "q0", "q1"]
-    assert all(len(group.results) == 2 for group in groups)
+@pytest.mark.parametrize("concurrency", [1, 8])
+@pytest.mark.parametrize(("incomplete", "stride"), [("keep", 2), ("refill", 5)])
+def test_a_prompt_that_comes_again_has_other_samples_and_another_group(
+    concurrency: int, incomplete: str, stride: int
+) -> None:
+    agent = TwoTurns(before=lambda _: asyncio.sleep(0.01))
+    policy = rules(incomplete, max_refills=3)
+    asked = [prompts(1)[0], *prompts(2), prompts(1)[0]]
+    options = {"group_size": 2, "concurrency": concurrency, "policy": policy}
+    groups = roll_groups(agent, asked, **options)
+    found = {(r.qid, r.trajectories[0].group) for group in groups for r in group.results}
+    assert found == {
+        *((f"q0@{n * stride + k}", f"q0#{n}" if n else "q0") for n in range(3) for k in (0, 1)),
+        *((f"q1@{k}", "q1") for k in (0, 1)),
+    }
 
 
 @pytest.mark.parametrize(
@@ -146,7 +152,7 @@ def test_rejected_groups_do_not_count_for_staleness() -> None:
             found = [group.rejected for group in await take(groups, 4)]
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(anext(groups), 0.15)
-            assert len(engine.opened) == 8
+            assert len(engine.opened) == 6
             return found
 
     assert Counter(serve(body)) == {None: 2, "incomplete": 2}
@@ -160,13 +166,13 @@ def test_a_member_that_went_stale_is_rolled_out_again(
 
     async def body(engine: EchoEngine) -> GroupResult:
         class Later(TwoTurns):
-            async def collect_trajectory(self, *values: Any) -> list[Trajectory]:
-                found = await super().collect_trajectory(*values)
+            async def run(self, *values: Any) -> list[Trajectory]:
+                found = await super().run(*values)
                 if values[0].id == "q0@1":
                     await until(lambda: bool(seen) and seen[-1].num_finished == 1)
                     if engine.version == 0:
                         engine.version = 2
-                        return await super().collect_trajectory(*values)
+                        return await super().run(*values)
                 return found
 
         policy = RolloutPolicy(
@@ -187,7 +193,8 @@ def test_a_member_that_went_stale_is_rolled_out_again(
 def test_groups_that_were_finished_before_are_not_begun() -> None:
     engine = EchoEngine()
     finished = ["q0@0", "q0@1", "q1@1", "q2@0", "q2@5"]
-    groups = roll_groups(TwoTurns(), 4, engine=engine, group_size=2, finished=finished)
+    options: Any = {"group_size": 2, "finished": finished, "policy": rules("refill")}
+    groups = roll_groups(TwoTurns(), 4, engine=engine, **options)
     assert sorted(group.prompt.id for group in groups) == ["q1", "q3"]
     assert sorted(engine.opened) == ["q1@0", "q1@1", "q3@0", "q3@1"]
 

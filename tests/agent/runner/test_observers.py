@@ -52,14 +52,13 @@ class Records:
 class Judged(TwoTurns):
     """Asks twice and has each answer judged."""
 
-    async def collect_trajectory(self, *values: Any) -> list[Trajectory]:
-        prompt, env, requests, replies = values
+    async def run(self, *values: Any) -> list[Trajectory]:
+        prompt, env, generate = values
         await env.reset()
         for turn in range(2):
-            await requests.put((prompt.id, [1] * (3 + turn), None))
-            await replies.get()
+            await generate([1] * (3 + turn))
             await env.step((prompt.id, ["x"]))
-        return await super().collect_trajectory(*values)
+        return await super().run(*values)
 
 
 def test_observers_are_told_of_every_step_in_order() -> None:
@@ -131,8 +130,8 @@ def test_a_stale_result_ends_its_attempt_a_second_time() -> None:
     engine = EchoEngine()
 
     class Ages(TwoTurns):
-        async def collect_trajectory(self, *values: Any) -> list[Trajectory]:
-            found = await super().collect_trajectory(*values)
+        async def run(self, *values: Any) -> list[Trajectory]:
+            found = await super().run(*values)
             engine.version = 9
             return found
 
@@ -190,12 +189,12 @@ def test_an_environment_keeps_what_else_it_has() -> None:
             return seed
 
     class Asks(TwoTurns):
-        async def collect_trajectory(self, *values: Any) -> list[Trajectory]:
+        async def run(self, *values: Any) -> list[Trajectory]:
             assert values[1].name == "rich"
             assert await values[1].reset(seed=3) == 3
             with pytest.raises(AttributeError, match="poor"):
                 _ = values[1].poor
-            return await super().collect_trajectory(*values)
+            return await super().run(*values)
 
     (result,) = roll(Asks(), 1, environment=Rich())
     assert result.error is None

@@ -24,7 +24,7 @@ def test_every_sample_comes_back_with_its_trajectory(group: str | None) -> None:
         assert trajectory.id == result.qid == f"{result.prompt.id}@{result.sample}"
         assert trajectory.group == (group or result.prompt.id)
         last = result.prompt.input_ids[-1]
-        assert trajectory.turns[0].completion_ids == [last, last + 1]
+        assert list(trajectory.turns[0].completion_ids) == [last, last + 1]
 
 
 def test_results_come_as_they_finish_of_prompts_that_come_by_and_by() -> None:

@@ -32,7 +32,7 @@ from trajpack.agent.errors import (
     RequestRefusedError,
 )
 from trajpack.agent.protocols import Prompt
-from trajpack.agent.runner.attempt import RunnerContext, attempt_episode
+from trajpack.agent.runner.episode import RunnerContext, attempt_episode
 from trajpack.agent.runner.observers import RolloutObserver
 from trajpack.agent.runner.policy import BackOff, RetryPolicy, RolloutPolicy
 from trajpack.agent.runner.runner import Progress, RolloutRunner
@@ -87,9 +87,9 @@ ENDS: list[BaseException] = [
 class Judged(TwoTurns):
     """Asks the environment before it asks the engine."""
 
-    async def collect_trajectory(self, prompt: Prompt, env: Any, *queues: Any) -> Any:
+    async def run(self, prompt: Prompt, env: Any, generate: Any) -> Any:
         await env.step(prompt)
-        return await super().collect_trajectory(prompt, env, *queues)
+        return await super().run(prompt, env, generate)
 
 
 class Judge(NoEnvironment):
@@ -159,8 +159,8 @@ def test_a_request_that_fails_before_it_is_sent_leaves_no_count(fault: str) -> N
             raise Panic("no")
 
     class AsksWithoutSize(TwoTurns):
-        async def collect_trajectory(self, prompt: Prompt, env: Any, *queues: Any) -> Any:
-            await queues[0].put((prompt.id, np.array(5), None))
+        async def run(self, prompt: Prompt, env: Any, generate: Any) -> Any:
+            await generate(np.array(5))
             raise ValueError("it was sent")
 
     async def body() -> list[Any]:
@@ -180,6 +180,7 @@ def test_a_coroutine_that_is_closed_without_an_event_loop_ends_silently(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     unraisable: list[Any] = []
+    gc.collect()  # of other tests
     monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
     closed: list[str] = []
 
@@ -192,7 +193,7 @@ def test_a_coroutine_that_is_closed_without_an_event_loop_ends_silently(
 
     loop = asyncio.new_event_loop()
     context = RunnerContext(EchoEngine(), TwoTurns(before=wait), NoEnvironment())
-    task = loop.create_task(attempt_episode(context, Prompt("q0@0", [1]), "q0"))
+    task = loop.create_task(attempt_episode(context, Prompt("q0@0", [1])))
     loop.call_soon(loop.stop)
     loop.run_forever()
     loop.close()
@@ -207,17 +208,10 @@ def test_a_coroutine_that_is_closed_without_an_event_loop_ends_silently(
     assert unraisable == []
 
 
-def test_a_name_that_is_in_flight_already_fails_and_leaves_the_first_alone() -> None:
-    twice = [Prompt("same", [1]), Prompt("same", [2])]
-    results = roll(TwoTurns(before=lambda _: asyncio.sleep(0.01)), twice)
-    assert [result.error is None for result in results] == [False, True]
-    assert "'same@0' is open already" in str(results[0].error)
-
-
 def test_turns_of_a_failed_episode_are_sampled_but_not_kept() -> None:
     class FailsAtTheEnd(TwoTurns):
-        async def collect_trajectory(self, *args: Any) -> list[Trajectory]:
-            await super().collect_trajectory(*args)
+        async def run(self, *args: Any) -> list[Trajectory]:
+            await super().run(*args)
             raise ValueError("no")
 
     seen: list[Progress] = []
@@ -244,7 +238,7 @@ def test_no_prompts_are_drawn_once_the_engine_has_ended(is_wrapped: bool) -> Non
 @pytest.mark.parametrize("handling", ["none", "wraps", "groups", "forgets"])
 def test_a_failure_of_the_environment_is_told_from_the_agents(handling: str) -> None:
     class Steps:
-        async def collect_trajectory(self, prompt: Any, env: Any, *queues: Any) -> Any:
+        async def run(self, prompt: Any, env: Any, generate: Any) -> Any:
             if handling == "groups":
                 async with asyncio.TaskGroup() as group:
                     group.create_task(env.step(Prompt("q1@0", [])))
@@ -295,8 +289,8 @@ def test_trajectories_that_a_buffer_would_refuse_are_a_failed_episode(
     returned: Any, reason: str
 ) -> None:
     class Returns(TwoTurns):
-        async def collect_trajectory(self, *values: Any) -> Any:
-            return returned if values[0].id == "q0@0" else await super().collect_trajectory(*values)
+        async def run(self, *values: Any) -> Any:
+            return returned if values[0].id == "q0@0" else await super().run(*values)
 
     results = {r.qid: r for r in roll(Returns(), 2)}
     assert results["q1@0"].error is None
@@ -326,10 +320,10 @@ class Fails(TwoTurns):
         self.only = only
         self.seen: list[Prompt] = []
 
-    async def collect_trajectory(self, *values: Any) -> list[Trajectory]:
+    async def run(self, *values: Any) -> list[Trajectory]:
         self.seen.append(values[0])
         attempt = sum(prompt.id == values[0].id for prompt in self.seen)
-        found = await super().collect_trajectory(*values)
+        found = await super().run(*values)
         if attempt <= len(self.errors) and self.only in (None, values[0].id):
             raise self.errors[attempt - 1](values[0].id, f"failure {attempt}")
         return found
@@ -391,7 +385,7 @@ def test_back_off_doubles_up_to_its_bound_and_is_the_same_again() -> None:
 @pytest.mark.parametrize("handling", ["obeys", "goes on", "raises another"])
 def test_an_episode_that_hangs_is_ended_by_the_clock(handling: str) -> None:
     class Hangs(TwoTurns):
-        async def collect_trajectory(self, *values: Any) -> list[Trajectory]:
+        async def run(self, *values: Any) -> list[Trajectory]:
             if values[0].id == "q0@0":
                 try:
                     await asyncio.sleep(1000)
@@ -401,7 +395,7 @@ def test_an_episode_that_hangs_is_ended_by_the_clock(handling: str) -> None:
                     if handling == "raises another":
                         raise ValueError("interrupted") from None
                     return []
-            return await super().collect_trajectory(*values)
+            return await super().run(*values)
 
     results = {r.qid: r for r in roll(Hangs(), 3, policy=RolloutPolicy(episode_timeout_s=0.5))}
     error = results["q0@0"].error

@@ -132,8 +132,8 @@ class Chance:
                 other.cancel()
             await asyncio.wait(others)
             assert run.staleness is not None
-            assert (engine.open, run.staleness.num_running) == ({}, 0)
-            assert len(asyncio.all_tasks()) == 2  # the engine's and this
+            assert (engine.open, run.staleness.num_running) == ([], 0)
+            assert len(asyncio.all_tasks()) == 1
         return found
 
     async def update(self, engine: EchoEngine) -> None:

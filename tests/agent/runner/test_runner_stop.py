@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import gc
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, nullcontext
+from contextlib import aclosing
 from typing import Any
 
 import anyio
@@ -21,9 +21,8 @@ from tests.agent.runner.runner_cases import (
     take,
     until,
 )
-from trajpack.agent.agents.conversation import Conversation
 from trajpack.agent.errors import EpisodeCancelledError, EpisodeTimeoutError, GenerationError
-from trajpack.agent.protocols import Environment, Prompt
+from trajpack.agent.protocols import Prompt
 from trajpack.agent.runner.policy import BackOff, RetryPolicy, RolloutPolicy
 from trajpack.agent.runner.runner import EpisodeResult
 from trajpack.packing.types import Trajectory, Turn
@@ -49,12 +48,12 @@ def test_stopping_ends_the_run_with_one_result_for_each_episode_begun(drain: boo
                 run.stop(drain=drain)
                 if drain:
                     door.set()
-        assert len(asyncio.all_tasks()) == 2  # the engine's and this
+        assert len(asyncio.all_tasks()) == 1
         assert sorted(result.qid for result in results) == sorted(begun)
         assert len(results) == 5
         errors = [type(result.error) for result in results[1:]]
         assert errors == [type(None) if drain else EpisodeCancelledError] * 4
-        assert engine.open == {}
+        assert not engine.open
         door.set()
         assert [result.error for result in await take(run.run(prompts(3)))] == [None] * 3
 
@@ -112,27 +111,23 @@ class Slow(EchoEngine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.taken: list[str] = []
         self.answers = asyncio.Semaphore(0)
 
-    async def _answer(self) -> None:
-        while True:
-            item = await self.obs_queue.get()
-            self.taken.append(item[0])
-            await self.answers.acquire()
-            self.answer(item)
+    async def wait(self, request: Any) -> None:
+        await self.answers.acquire()
 
 
 def test_no_request_reaches_the_engine_during_a_pause() -> None:
     async def body(engine: EchoEngine) -> None:
-        run = runner(engine, TwoTurns(), concurrency=4)
+        agent = TwoTurns()
+        run = runner(engine, agent, concurrency=4)
         async with run.paused():
             reading = asyncio.create_task(take(run.run(prompts(8))))
-            await until(lambda: len(engine.opened) == 4)
+            await until(lambda: agent.active == 4)
             async with run.paused(drain=True):  # one more: no request is in flight
                 pass
             await asyncio.sleep(0.01)
-            assert (engine.obs_queue.qsize(), reading.done()) == (0, False)
+            assert (engine.opened, reading.done()) == ([], False)
         assert [result.error for result in await reading] == [None] * 8
 
     serve(body)
@@ -142,21 +137,21 @@ def test_a_draining_pause_waits_for_the_requests_in_flight() -> None:
     async def body(engine: Slow) -> None:
         run = runner(engine, TwoTurns())
         rolling = asyncio.create_task(take(run.run(prompts(1))))
-        await until(lambda: engine.taken == ["q0@0"])
-        entered: list[int] = []
+        await until(lambda: engine.open == ["q0@0"])
+        entered: list[list[str]] = []
 
         async def pause() -> None:
             async with run.paused(drain=True):
-                entered.append(engine.obs_queue.qsize())
+                entered.append(engine.open.copy())
                 await asyncio.sleep(0.01)
-                entered.append(len(engine.taken))
+                entered.append(engine.open.copy())
 
         pausing = asyncio.create_task(pause())
         await asyncio.sleep(0.01)
         assert entered == []
         engine.answers.release()
         await pausing
-        assert entered == [0, 1]
+        assert entered == [[], []]
         engine.answers.release()
         assert (await rolling)[0].error is None
         async with asyncio.timeout(60), run.paused(drain=True):
@@ -176,42 +171,23 @@ def test_a_request_given_up_is_in_flight_no_more() -> None:
     serve(body, Slow())
 
 
-@pytest.mark.parametrize("is_paused", [False, True])
-def test_during_a_pause_the_queue_counts_as_full(is_paused: bool) -> None:
-    class Hasty(TwoTurns):
-        async def collect_trajectory(self, *values: Any) -> list[Trajectory]:
-            prompt, _, requests, replies = values
-            assert requests.full() == is_paused
-            requests.put_nowait((prompt.id, prompt.input_ids, None))
-            await replies.get()
-            return []
-
-    async def body(engine: EchoEngine) -> str:
-        run = runner(engine, Hasty())
-        async with run.paused() if is_paused else nullcontext():
-            (result,) = await take(run.run(prompts(1)))
-            return str(result.error)
-
-    assert ("QueueFull" if is_paused else "None") in serve(body)
-
-
 def test_a_task_that_an_agent_leaves_running_asks_no_more() -> None:
-    late: list[BaseException | None] = []
+    late: list[BaseException] = []
 
     async def body(engine: EchoEngine) -> None:
         class Leaves(TwoTurns):
-            async def collect_trajectory(self, *values: Any) -> list[Trajectory]:
-                prompt, _, requests, _ = values
+            async def run(self, *values: Any) -> list[Trajectory]:
+                prompt, _, generate = values
 
                 async def ask_later() -> None:
-                    await until(lambda: prompt.id not in engine.open)
+                    await until(lambda: not self.active)
                     try:
-                        await requests.put((prompt.id, prompt.input_ids, None))
+                        await generate(prompt.input_ids)
                     except RuntimeError as error:
                         late.append(error)
 
                 tasks.append(asyncio.create_task(ask_later()))
-                return await super().collect_trajectory(*values)
+                return await super().run(*values)
 
         tasks: list[asyncio.Task[None]] = []
         await take(runner(engine, Leaves()).run(prompts(1)))
@@ -221,18 +197,35 @@ def test_a_task_that_an_agent_leaves_running_asks_no_more() -> None:
     assert [str(error) for error in late] == ["episode 'q0@0' is over: it asks no more"]
 
 
-class AsksTwiceAtOnce(TwoTurns):
-    """Asks for a second reply before it takes the first."""
+def test_a_task_that_still_asks_when_its_episode_ends_is_cancelled() -> None:
+    async def body(engine: Slow) -> None:
+        async def leaves(prompt: Prompt, env: Any, generate: Any) -> list[Trajectory]:
+            tasks.append(asyncio.create_task(generate(prompt.input_ids)))
+            await until(lambda: engine.open == [prompt.id])
+            return [Trajectory(prompt.id, [Turn([1], [2], [-1.0])])]
 
-    async def collect_trajectory(self, prompt: Prompt, *queues: Any) -> list[Trajectory]:
-        _, requests, replies = queues
-        turns = []
-        for _ in range(2):
-            await requests.put((prompt.id, prompt.input_ids, None))
+        tasks: list[asyncio.Task[Any]] = []
+        run = runner(engine, leaves)
+        (result,) = await take(run.run(prompts(1)))
+        assert result.error is None
+        await asyncio.wait(tasks)
+        assert tasks[0].cancelled()
+        async with asyncio.timeout(60), run.paused(drain=True):
+            pass
+
+    serve(body, Slow())
+
+
+class AsksTwiceAtOnce(TwoTurns):
+    """Asks for a second reply before the first has come."""
+
+    async def run(self, prompt: Prompt, env: Any, generate: Any) -> list[Trajectory]:
+        async def later() -> Turn:
             await asyncio.sleep(0.02)
-        for _ in range(2):
-            reply = await replies.get()
-            turns.append(Turn(prompt.input_ids, reply.output_ids, reply.output_logprobs))
+            turn: Turn = await generate(prompt.input_ids)
+            return turn
+
+        turns = await asyncio.gather(generate(prompt.input_ids), later())
         return [Trajectory(prompt.id, turns)]
 
 
@@ -249,37 +242,40 @@ def test_a_draining_pause_does_not_wait_for_agents_that_it_holds_up() -> None:
     serve(body)
 
 
-class AsksInTime(TwoTurns):
-    """Asks once, for a reply that is to come soon."""
-
-    async def collect_trajectory(
-        self, prompt: Prompt, env: Environment, *queues: Any
-    ) -> list[Trajectory]:
-        episode = Conversation(prompt.id, env, *queues)
-        await episode.begin(prompt.input_ids)
-        completion = await episode.ask(None, timeout=0.05)
-        return [Trajectory(prompt.id, [Turn([*prompt.input_ids], completion.ids, [-1.0, -2.0])])]
-
-
-@pytest.mark.parametrize("limit", ["of the episode", "of a reply"])
+@pytest.mark.parametrize("limit", ["episode_timeout_s", "generation_timeout_s"])
 @pytest.mark.parametrize("begins", ["before", "meanwhile"])
 def test_a_pause_makes_no_episode_late(limit: str, begins: str) -> None:
-    async def body(engine: EchoEngine) -> None:
-        policy = RolloutPolicy(episode_timeout_s=0.05 if limit == "of the episode" else None)
+    async def body(engine: Slow) -> None:
         go = asyncio.Event()
-        agent = AsksInTime() if limit == "of a reply" else TwoTurns(before=lambda _: go.wait())
-        run = runner(engine, agent, policy=policy)
+        agent = TwoTurns(before=lambda _: go.wait())
+        run = runner(engine, agent, policy=RolloutPolicy(**{limit: 0.05}))
         rolling = asyncio.create_task(take(run.run(prompts(1))))
-        if begins == "before" and limit == "of the episode":
-            await until(lambda: bool(engine.open))
+        await until(lambda: agent.active == 1)
+        if begins == "before":
+            go.set()
+            await until(lambda: engine.open == ["q0@0"])
         async with run.paused():
-            async with run.paused(drain=True):
+            async with run.paused():
                 await asyncio.sleep(0.06)
+            go.set()
             await asyncio.sleep(0.02)
-        go.set()
+        engine.answers.release()
+        engine.answers.release()
         assert (await rolling)[0].error is None
 
-    serve(body)
+    serve(body, Slow())
+
+
+def test_a_reply_that_is_late_fails_its_episode_alone() -> None:
+    class First(EchoEngine):
+        async def wait(self, request: Any) -> None:
+            await asyncio.sleep(1000 if request.qid == "q0@0" else 0)
+
+    policy = RolloutPolicy(generation_timeout_s=0.02)
+    results = {r.qid: r.error for r in roll(TwoTurns(), 2, engine=First(), policy=policy)}
+    assert results["q1@0"] is None
+    assert isinstance(results["q0@0"], EpisodeTimeoutError)
+    assert results["q0@0"].reason == "no reply within 0.02 s"
 
 
 def test_time_goes_on_after_a_pause_and_an_episode_may_end_in_one() -> None:
@@ -333,8 +329,8 @@ def test_leaving_early_cancels_and_closes_every_episode(leave: Any) -> None:
 
     async def body(engine: EchoEngine) -> None:
         await leave(runner(engine, agent, concurrency=8).run(prompts(50)))
-        await until(lambda: engine.open == {} and agent.active == 0)
-        await until(lambda: len(asyncio.all_tasks()) == 2)
+        await until(lambda: not engine.open and agent.active == 0)
+        await until(lambda: len(asyncio.all_tasks()) == 1)
 
     serve(body)
     assert len(agent.cancelled) >= 7
@@ -365,8 +361,8 @@ def test_closing_the_generator_waits_for_the_episodes_to_end() -> None:
         for agent in (all_but_first(1000), TwoTurns(before=hold_on)):
             async with aclosing(runner(engine, agent, concurrency=3).run(prompts(50))) as results:
                 await anext(results)
-            assert engine.open == {}
+            assert not engine.open
             assert agent.active == 0
-            assert len(asyncio.all_tasks()) == 2
+            assert len(asyncio.all_tasks()) == 1
 
     serve(body)

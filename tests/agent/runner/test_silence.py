@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeAlias
@@ -27,9 +26,9 @@ from tests.agent.runner.runner_cases import (
 )
 from tests.agent.servers.loopback import Loopback, say_vllm
 from trajpack.agent.engines.transformers_engine import TransformersEngine
-from trajpack.agent.errors import EngineEndedError, EpisodeError
+from trajpack.agent.errors import EngineEndedError
 from trajpack.agent.models.tiny_model import build_tiny_model
-from trajpack.agent.protocols import Engine, Observation, Prompt
+from trajpack.agent.protocols import Engine, Prompt
 from trajpack.agent.ray.workers import RolloutWorkers
 from trajpack.agent.runner.policy import GroupPolicy, RolloutPolicy, StalenessPolicy, not_all_equal
 from trajpack.agent.runner.runner import EpisodeResult
@@ -137,9 +136,8 @@ class Slow(EchoEngine):
         super().__init__()
         self.wait_s = wait_s
 
-    def answer(self, item: Observation) -> None:
-        if self.wait_s < 1e9:
-            asyncio.get_running_loop().call_later(self.wait_s, super().answer, item)
+    async def wait(self, request: Any) -> None:
+        await (asyncio.sleep(self.wait_s) if self.wait_s < 1e9 else asyncio.Event().wait())
 
 
 def roll_skipping(
@@ -195,10 +193,10 @@ def test_an_environment_that_does_not_answer_is_named(place: str, said: Said) ->
             return await super().step(action)
 
     class Steps(TwoTurns):
-        async def collect_trajectory(self, prompt: Prompt, env: Any, *queues: Any) -> Any:
+        async def run(self, prompt: Prompt, env: Any, generate: Any) -> Any:
             await env.reset()
             await env.step((prompt.id, ["2"]))
-            return await super().collect_trajectory(prompt, env, *queues)
+            return await super().run(prompt, env, generate)
 
     results = roll_skipping(EchoEngine(), Steps(), environment=SlowEnvironment())
     assert causes(results) == {None}
@@ -211,12 +209,9 @@ def test_an_environment_that_does_not_answer_is_named(place: str, said: Said) ->
 
 def test_an_agent_that_does_nothing_more_is_named(said: Said) -> None:
     class Waits:
-        async def collect_trajectory(
-            self, prompt: Prompt, env: Any, requests: Any, replies: Any
-        ) -> list[Trajectory]:
-            await requests.put((prompt.id, [1], None))
-            for _ in range(2):  # one reply too many
-                await replies.get()
+        async def run(self, prompt: Prompt, env: Any, generate: Any) -> list[Trajectory]:
+            await generate([1])
+            await asyncio.Event().wait()
             raise AssertionError
 
     policy = RolloutPolicy(episode_timeout_s=39.0)
@@ -302,105 +297,6 @@ def test_weights_that_do_not_come_are_logged_once_only_they_are_waited_for(said:
     assert len(said()) == 1
 
 
-# requests of another episode, and requests that are none
-
-
-class Asks:
-    """Puts one request, made of the prompt's id, and takes its reply."""
-
-    def __init__(self, make: Callable[[str], Any], *, at_once: bool = False) -> None:
-        self.make = make
-        self.at_once = at_once
-
-    async def collect_trajectory(
-        self, prompt: Prompt, env: Any, requests: Any, replies: Any
-    ) -> list[Trajectory]:
-        request = self.make(prompt.id)
-        requests.put_nowait(request) if self.at_once else await requests.put(request)
-        reply = await replies.get()
-        return [Trajectory(prompt.id, [Turn([1], reply.output_ids, reply.output_logprobs)])]
-
-
-@pytest.mark.parametrize(
-    ("name", "at_once", "kind"),
-    [
-        ("q0@0", False, tuple),
-        ("q0@0", True, deque),
-        ("q1", False, list),
-        ("q1@0-1", True, iter),
-        ("q1@1", False, deque),
-        (7, True, tuple),
-        (None, False, iter),
-    ],
-)
-def test_a_request_with_another_qid_fails_its_episode_alone(
-    name: Any, at_once: bool, kind: Any
-) -> None:
-    agent = Asks(lambda qid: kind([name if qid == "q1@0" else qid, [1], None]), at_once=at_once)
-    results = {r.qid: r.error for r in roll_skipping(EchoEngine(), agent)}
-    assert [results[qid] for qid in ("q0@0", "q2@0")] == [None, None]
-    error = results["q1@0"]
-    assert isinstance(error, EpisodeError)
-    assert error.cause == "agent"
-    assert str(error) == (
-        f"episode 'q1@0': the agent put a request with the qid {name!r}: it must be its prompt's "
-        "id, 'q1@0'"
-    )
-
-
-@pytest.mark.parametrize("stray", [(), ("q0@0",), ("q0@0", [1]), {"qid": "q0@0"}, "hello", None, 7])
-def test_an_item_that_is_no_request_fails_its_episode(stray: Any) -> None:
-    result = roll_skipping(EchoEngine(), Asks(lambda _: stray))[0]
-    assert isinstance(result.error, EpisodeError)
-    assert f"expected a request (qid, token_ids, sampling), got {stray!r}" in str(result.error)
-
-
-# engines that are used without a runner
-
-
-@pytest.mark.parametrize("kind", ["transformers", "vllm", "sglang"])
-def test_a_request_to_an_engine_that_was_never_entered_is_logged_at_once(
-    kind: str, said: Said
-) -> None:
-    async def body() -> None:
-        engine = BUNDLED[kind]()
-        engine.open_episode("q0@0")
-        await engine.obs_queue.put(("q0@0", [1], None))
-        engine.obs_queue.put_nowait(("q0@0", [1], None))
-        assert said() == [
-            f"a request waits in the queue of a {type(engine).__name__} that has not been "
-            "entered: it is served within `async with engine:`"
-        ]
-
-    asyncio.run(body())
-
-
-def test_a_request_to_an_engine_that_was_entered_is_no_cause_of_a_warning(said: Said) -> None:
-    async def ask(engine: Any) -> None:
-        replies = engine.open_episode("q0@0")
-        await engine.obs_queue.put(("q0@0", [1], None))
-        await replies.get()
-
-    async def body() -> None:
-        async with transformers_engine() as engine:
-            await ask(engine)
-        async with Loopback(say_vllm) as server, VLLMEngine(server.url) as remote:
-            await ask(remote)
-
-    asyncio.run(body())
-    assert said() == []
-
-
-def test_workers_refuse_a_request_of_an_agent_of_this_process() -> None:
-    async def body() -> None:
-        workers = RolloutWorkers(_no_worker, 1)
-        workers.open_episode("q0@0")
-        await workers.obs_queue.put(("q0@0", [1], None))
-
-    with pytest.raises(RuntimeError, match=r"RolloutWorkers take no requests: use workers.runner"):
-        asyncio.run(body())
-
-
 # runs that give nothing
 
 FAILING = failing(error=ZeroDivisionError("no such luck\nforged line"))
@@ -413,7 +309,7 @@ class Returns:
         self.paths = paths
         self.fails = fails
 
-    async def collect_trajectory(self, prompt: Prompt, *_: Any) -> list[Trajectory]:
+    async def run(self, prompt: Prompt, *_: Any) -> list[Trajectory]:
         if prompt.id == self.fails:
             raise ZeroDivisionError
         return [

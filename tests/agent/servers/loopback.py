@@ -10,8 +10,9 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from tests.support.replies import Reply, reply_of
 from trajpack.agent.errors import GenerationError
-from trajpack.agent.protocols import GenerationOutput, Reply, SamplingParams
+from trajpack.agent.protocols import GenerationOutput, SamplingParams
 from trajpack.agent.servers.engine import ServerEngine
 from trajpack.agent.servers.options import RetryLimits, ServerOptions, TimeLimits
 
@@ -300,15 +301,11 @@ async def ask(
     prompt: Sequence[int] = (1, 2, 3),
     sampling: Any = EIGHT_TOKENS,
 ) -> Reply:
-    """Ask once, in an episode of its own."""
-    replies = engine.open_episode(qid)
-    try:
-        await engine.obs_queue.put((qid, prompt, sampling))
-        reply = await asyncio.wait_for(replies.get(), 20)
-        assert replies.empty()
-        return reply
-    finally:
-        engine.close_episode(qid)
+    """Ask once, as an episode that was never seen, and return errors."""
+    if engine._control is not None:
+        engine._control.router.forget(qid)
+    reply: Reply = await asyncio.wait_for(reply_of(engine, qid, prompt, sampling), 20)
+    return reply
 
 
 async def generate(engine: ServerEngine, *args: Any, **options: Any) -> GenerationOutput:

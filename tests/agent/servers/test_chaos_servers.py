@@ -166,7 +166,7 @@ async def roll_out(engine_type: Any, server: Server) -> tuple[Counter[str], int]
         chosen = options(vocab_size=VOCABULARY_SIZE, time_limits=LIMITS)
         engine = engine_type([one.url for one in servers], options=chosen)
         await stack.enter_async_context(engine)
-        agent = chaos_agent(NUM_TURNS, timeout_s=20.0)
+        agent = chaos_agent(NUM_TURNS)
         runner = RolloutRunner(engine, agent, CoinJudge(), concurrency=16, policy=policy)
         async for result in runner.run(prompts):
             results[result.qid] += 1

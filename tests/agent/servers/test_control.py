@@ -23,6 +23,7 @@ from tests.agent.servers.loopback import (
     until,
     vllm_body,
 )
+from tests.support.replies import asking
 from trajpack.agent.errors import RequestRefusedError
 from trajpack.agent.protocols import SamplingParams
 from trajpack.agent.servers.control import WeightUpdateError
@@ -246,14 +247,12 @@ def test_what_waits_for_its_turn_leaves_a_server_that_an_update_passed_by() -> N
             assert engine._control is not None
             server = engine._control.router.servers[0]
             # both go to the first: the second is the same episode's
-            replies = engine.open_episode("a@0")
-            for _ in range(2):
-                engine.obs_queue.put_nowait(("a@0", [1], SamplingParams(4)))
+            asked = [asking(engine, "a@0", [1], SamplingParams(4)) for _ in range(2)]
             await until(lambda: server.num_in_flight == 2)
             await behind.wait_for_draws(1)
             await engine.update_weights_from_disk("w", 1)
             gate.set()
-            versions = [(await asyncio.wait_for(replies.get(), 10)).version_end for _ in range(2)]
+            versions = [(await asyncio.wait_for(one, 10)).version_end for one in asked]
             assert (len(behind.draws), len(ahead.draws)) == (1, 1)
             assert sorted(versions) == [0, 1]
 

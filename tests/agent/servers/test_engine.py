@@ -21,7 +21,6 @@ from tests.agent.servers.loopback import (
     always,
     ask,
     drawing,
-    gated,
     generate,
     never,
     options,
@@ -31,6 +30,7 @@ from tests.agent.servers.loopback import (
     sglang_body,
     vllm_body,
 )
+from tests.support.replies import asking, reply_of
 from trajpack.agent.agents.math_multi_turn import MathMultiTurnAgent
 from trajpack.agent.environments.questions import ExactAnswerEnvironment, Question
 from trajpack.agent.errors import (
@@ -194,10 +194,8 @@ def test_seeds_come_from_the_episode_and_the_number_of_the_request() -> None:
     async def seeds(seed: int | None) -> list[Any]:
         async with Loopback(say_sglang) as server:
             async with SGLangEngine(server.url, options=options(seed=seed)) as engine:
-                replies = engine.open_episode("a@1")
                 for _ in range(2):
-                    engine.obs_queue.put_nowait(("a@1", [1], SamplingParams(4)))
-                    await replies.get()
+                    await reply_of(engine, "a@1", [1], SamplingParams(4))
             return [asked.payload["sampling_params"].get("sampling_seed") for asked in server.draws]
 
     assert asyncio.run(seeds(7)) == [derive_seed(7, "a@1", 0), derive_seed(7, "a@1", 1)]
@@ -249,21 +247,15 @@ def test_sampling_may_be_any_object_and_is_refused_by_name() -> None:
     asyncio.run(body())
 
 
-def test_each_observation_gets_one_reply_also_before_and_after() -> None:
+def test_an_engine_serves_within_its_context_alone() -> None:
     async def body() -> None:
         async with Loopback(say_vllm) as server:
             engine = VLLMEngine(server.url, options=options())
-            replies = engine.open_episode("a@0")
-            engine.obs_queue.put_nowait(("a@0", [1], SamplingParams(4)))
-            for stray in (("ghost", [1], None), ("short",), None):
-                engine.obs_queue.put_nowait(stray)  # type: ignore[arg-type]
+            with pytest.raises(RuntimeError, match="has not been entered"):
+                await ask(engine)
             async with engine:
-                assert (await asyncio.wait_for(replies.get(), 5)).output_ids.tolist() == [2, 3]
-            await engine.obs_queue.put(("a@0", [1], SamplingParams(4)))
-            error = replies.get_nowait()
-            assert isinstance(error, EngineEndedError)
-            assert str(error) == "episode 'a@0': the engine was shut down"
-            assert replies.empty()
+                await generate(engine)
+            assert str(await ask(engine)) == "episode 'a@0': the engine was shut down"
             with pytest.raises(RuntimeError, match="once"):
                 await engine.__aenter__()
         assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -275,13 +267,10 @@ def test_leaving_answers_what_is_in_flight() -> None:
     async def body() -> None:
         async with Loopback(drawing(never)) as server:
             async with VLLMEngine(server.url, options=options()) as engine:
-                queues = [engine.open_episode(str(k)) for k in range(3)]
-                for k in range(3):
-                    engine.obs_queue.put_nowait((str(k), [1], SamplingParams(4)))
+                asked = [asking(engine, str(k), [1], SamplingParams(4)) for k in range(3)]
                 await server.wait_for_draws(3)
-            for queue in queues:
-                assert isinstance(queue.get_nowait(), EngineEndedError)
-                assert queue.empty()
+            for one in asked:
+                assert isinstance(await one, EngineEndedError)
             await asyncio.wait_for(server.noticed.wait(), 5)
 
     asyncio.run(body())
@@ -423,16 +412,14 @@ def test_spans_that_make_no_sense_are_refused(spans: Any) -> None:
         (VLLMEngine, say_vllm, "/inference/v1/abort_requests", None),
     ],
 )
-def test_closing_an_episode_frees_its_server(
+def test_cancelling_a_request_frees_its_server(
     engine_type: Any, say: Any, path: str, payload: Any
 ) -> None:
     async def body() -> None:
         async with serving(engine_type, drawing(never, say)) as ((server,), engine):
-            replies = engine.open_episode("gone")
-            engine.obs_queue.put_nowait(("gone", [1], SamplingParams(4)))
+            gone = asking(engine, "gone", [1], SamplingParams(4))
             await server.wait_for_draws(1)
-            engine.close_episode("gone")
-            engine.close_episode("gone")
+            gone.cancel()
             await asyncio.wait_for(server.noticed.wait(), 5)
             (draw,) = server.draws
             assert server.hung_up == [draw]
@@ -443,30 +430,8 @@ def test_closing_an_episode_frees_its_server(
             else:
                 names = [f"generate-tokens-{draw.payload['request_id']}"]
                 assert server.asked[-1].payload == {"request_ids": names}
-            assert replies.empty()
             assert engine._in_flight == set()
         assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(body())
-
-
-def test_closing_one_episode_leaves_others_alone() -> None:
-    gate = asyncio.Event()
-
-    async def body() -> None:
-        async with serving(VLLMEngine, gated(gate, say_vllm)) as ((server,), engine):
-            engine.open_episode("gone")
-            engine.obs_queue.put_nowait(("gone", [1], SamplingParams(4)))
-            stays = asyncio.create_task(generate(engine, "stays"))
-            await server.wait_for_draws(2)
-            engine.close_episode("gone")
-            # the same name may be used again at once, and gets no reply of the first
-            replies = engine.open_episode("gone")
-            gate.set()
-            assert (await stays).output_ids.tolist() == [4, 5]
-            assert replies.empty()
-            with pytest.raises(ValueError, match="'gone' is open"):
-                engine.open_episode("gone")
 
     asyncio.run(body())
 
@@ -478,14 +443,13 @@ def test_a_cancelled_request_gives_its_turn_to_the_next() -> None:
     async def body() -> None:
         one = options(max_connections=1)
         async with serving(VLLMEngine, drawing(draw), options=one) as ((server,), engine):
-            engine.open_episode("first")
-            engine.obs_queue.put_nowait(("first", [1], SamplingParams(4)))
+            first = asking(engine, "first", [1], SamplingParams(4))
             await server.wait_for_draws(1)
             second = asyncio.create_task(generate(engine, "second"))
             third = asyncio.create_task(generate(engine, "third"))
             await asyncio.sleep(0.02)
             assert len(server.draws) == 1
-            engine.close_episode("first")
+            first.cancel()
             await asyncio.gather(second, third)
 
     asyncio.run(body())

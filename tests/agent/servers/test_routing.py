@@ -24,6 +24,7 @@ from tests.agent.servers.loopback import (
     serving,
     until,
 )
+from tests.support.replies import asking, reply_of
 from trajpack.agent.errors import (
     GenerationError,
     RequestRefusedError,
@@ -150,15 +151,14 @@ def test_one_reply_takes_no_longer_than_it_may() -> None:
 def test_an_episode_stays_where_its_prefix_is_and_others_spread() -> None:
     async def body() -> None:
         async with serving(VLLMEngine, say_vllm, 3) as (servers, engine):
-            queues = {f"q{k}@0": engine.open_episode(f"q{k}@0") for k in range(9)}
-            order = list(queues)
+            order = [f"q{k}@0" for k in range(9)]
             for turn in range(4):
                 random.Random(turn).shuffle(order)
-                for qid in order:
-                    # the episode's number is its prompt's first token
-                    engine.obs_queue.put_nowait((qid, [int(qid[1]), turn], SamplingParams(4)))
-                for replies in queues.values():
-                    await replies.get()
+                # the episode's number is its prompt's first token
+                asked = [
+                    asking(engine, qid, [int(qid[1]), turn], SamplingParams(4)) for qid in order
+                ]
+                await asyncio.gather(*asked)
             seen = [{asked.payload["token_ids"][0] for asked in server.draws} for server in servers]
             assert [len(qids) for qids in seen] == [3, 3, 3]
             assert set.union(*seen) == set(range(9))
@@ -178,24 +178,15 @@ def test_counts_come_back_to_nothing_whatever_happens() -> None:
 
     async def body() -> None:
         async with serving(VLLMEngine, drawing(draw), 2) as (_, engine):
-            for k in range(40):
-                engine.open_episode(str(k))
-                engine.obs_queue.put_nowait((str(k), [1], SamplingParams(4)))
+            asked = [asking(engine, str(k), [1], SamplingParams(4)) for k in range(40)]
             await asyncio.sleep(0.02)
-            for k in range(40):
-                if k % 2:
-                    engine.close_episode(str(k))
-            for k in range(0, 40, 2):
-                replies = engine._episodes[str(k)].replies
-                await asyncio.wait_for(replies.get(), 10)
-                engine.close_episode(str(k))
+            for one in asked[1::2]:
+                one.cancel()
+            await asyncio.wait(asked, timeout=10)
             assert engine._control is not None
-            assert [
-                (server.num_in_flight, server.num_episodes)
-                for server in engine._control.router.servers
-            ] == [(0, 0), (0, 0)]
+            servers = engine._control.router.servers
+            assert [server.num_in_flight for server in servers] == [0, 0]
             assert engine._in_flight == set()
-            assert engine._control.router._homes == {}
 
     asyncio.run(body())
 
@@ -210,20 +201,17 @@ def test_the_episodes_of_a_dead_server_move_and_it_returns_when_it_is_well(
             Loopback(say_vllm) as alive,
             VLLMEngine([dead.url, alive.url], options=options()) as engine,
         ):
-            replies = engine.open_episode("a@0")
-            engine.obs_queue.put_nowait(("a@0", [1], SamplingParams(4)))
-            await replies.get()
+            await reply_of(engine, "a@0", [1], SamplingParams(4))
             assert (len(dead.draws), len(alive.draws)) == (1, 0)
             await dead.__aexit__()
             for _ in range(2):
-                engine.obs_queue.put_nowait(("a@0", [1], SamplingParams(4)))
-                assert (await replies.get()).output_ids.tolist() == [2, 3]
+                reply = await reply_of(engine, "a@0", [1], SamplingParams(4))
+                assert reply.output_ids.tolist() == [2, 3]
             assert len(alive.draws) == 2
             async with dead:
                 await dead.wait_for_more()  # its health is asked for
                 # the episode that moved stays; a new one goes where there is less to do
-                engine.obs_queue.put_nowait(("a@0", [1], SamplingParams(4)))
-                await replies.get()
+                await reply_of(engine, "a@0", [1], SamplingParams(4))
                 while len(dead.draws) == 1:
                     await generate(engine, "b@0")
                 assert len(alive.draws) >= 3
@@ -310,7 +298,7 @@ def test_a_server_that_fails_quickly_does_not_attract_everybody(answer: Answer) 
             return replies
 
     replies = asyncio.run(body())
-    assert [isinstance(reply, GenerationError) for reply in replies] == [True] * 2 + [False] * 6
+    assert sum(isinstance(reply, GenerationError) for reply in replies) == 2
 
 
 def test_the_second_attempt_is_made_on_another_server() -> None:

@@ -24,7 +24,7 @@ from trajpack.packing.adapters.trl import to_grpo_inputs
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.buffer.buffer import pack
 from trajpack.packing.credit.estimators import GRPO
-from trajpack.packing.types import Trajectory, Turn
+from trajpack.packing.types import Trajectory
 
 pytestmark = [
     # TRL calls what transformers has given a new name.
@@ -354,14 +354,11 @@ def test_the_trainer_leaves_an_episode_out_that_failed(tmp_path: Path) -> None:
 class Rewriting:
     """Asks twice, the second time about another conversation."""
 
-    async def collect_trajectory(
-        self, prompt: Any, env: Any, obs_queue: Any, act_queue: Any
-    ) -> list[Trajectory]:
+    async def run(self, prompt: Any, env: Any, generate: Any) -> list[Trajectory]:
         turns = []
         for reward, ids in ((1.0, list(prompt.input_ids)), (0.5, [7, 8, 9])):
-            await obs_queue.put((prompt.id, ids, SamplingParams(4)))
-            reply = await act_queue.get()
-            turns.append(Turn(ids, reply.output_ids, reply.output_logprobs, reward))
+            turn = await generate(ids, SamplingParams(4))
+            turns.append(dataclasses.replace(turn, reward=reward))
         return [Trajectory(prompt.id, turns)]
 
 

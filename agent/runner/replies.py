@@ -1,0 +1,80 @@
+"""Check of an engine's reply, which makes it a turn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajpack.agent.errors import EpisodeError, MalformedResponseError
+from trajpack.agent.protocols import GenerationOutput
+from trajpack.agent.runner.trajectory_check import checked_completion
+from trajpack.packing.conversion import as_ids, as_version_runs, shown
+from trajpack.packing.turn_fields import STOP_REASONS
+from trajpack.packing.types import Turn
+
+
+def checked_prompt(qid: str, token_ids: Any) -> npt.NDArray[np.int32]:
+    """Return the token ids of a request as an array.
+
+    Raises:
+        EpisodeError: If they are none.
+    """
+    try:
+        prompt_ids = as_ids("token_ids", token_ids)
+    except Exception as error:
+        reason = str(error) if isinstance(error, TypeError | ValueError) else repr(error)
+        raise EpisodeError(qid, f"the prompt was refused: {reason}") from error
+    if not prompt_ids.size:
+        raise EpisodeError(qid, "the prompt has no tokens")
+    return prompt_ids
+
+
+def turn_of(qid: str, prompt_ids: npt.NDArray[np.int32], reply: Any) -> Turn:
+    """Return the reply to the request of ``prompt_ids`` as a turn with reward 0.
+
+    Args:
+        qid: Name of the episode that asked.
+        prompt_ids: Token ids that were sent.
+        reply: What the engine returned.
+
+    Raises:
+        MalformedResponseError: If it is no `GenerationOutput`, does not answer the request, or
+            holds values that cannot be trained.
+    """
+    try:
+        if not isinstance(reply, GenerationOutput):
+            raise TypeError(f"expected a GenerationOutput, got {type(reply).__name__}")
+        if not isinstance(reply.qid, str) or reply.qid != qid:
+            raise ValueError(f"the reply answers episode {reply.qid!r}")
+        seen = as_ids("prompt_ids", reply.prompt_ids)
+        ids, logprobs = checked_completion("output", reply.output_ids, reply.output_logprobs)
+        _, first, last = as_version_runs(
+            "", reply.version_spans, reply.version_start, reply.version_end, ids.size
+        )
+        if not isinstance(reply.no_eos, bool | np.bool_):
+            raise TypeError(f"no_eos must be a bool, got {type(reply.no_eos).__name__}")
+        if reply.stop_reason not in STOP_REASONS:
+            raise ValueError(
+                f"stop_reason must be one of {STOP_REASONS}, got {shown(reply.stop_reason)}"
+            )
+        if not np.array_equal(seen, prompt_ids):
+            raise ValueError(
+                f"the reply answers another prompt: expected the {prompt_ids.size} tokens that "
+                f"were sent, got {seen.size}"
+            )
+    except Exception as error:
+        reason = str(error) if isinstance(error, TypeError | ValueError) else repr(error)
+        raise MalformedResponseError(qid, f"the reply was refused: {reason}") from error
+    return Turn(
+        prompt_ids=prompt_ids,
+        completion_ids=ids,
+        completion_logprobs=logprobs,
+        truncated=bool(reply.no_eos),
+        version_start=first,
+        version_end=last,
+        version_spans=reply.version_spans,
+        fields=reply.fields,
+        stop_reason=reply.stop_reason,
+    )

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,17 +30,17 @@ _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal
 
 
 class MathVerifyEnvironment(JudgingEnvironment[Question]):
-    r"""Judges final answers by math-verify, or by reasoning-gym for questions of its tasks.
+    """Judges final answers by math-verify, or by reasoning-gym for questions of its tasks.
 
     It must be closed, by `close` or ``async with``. Worker processes check the answers. They start
-    when needed and import neither torch nor the caller's script, so a script needs no ``__main__``
-    guard. No text of a model is run as code: some scorers of reasoning-gym evaluate their input, so
-    they get numbers, operators and names of common functions only. Any other answer to their
-    questions is right if it equals the entry's answer, and otherwise wrong.
+    when needed and do not import the caller's script, which needs no ``__main__`` guard. No text of
+    a model is run as code: some scorers of reasoning-gym evaluate their input, so they get numbers,
+    operators and names of common functions only. Any other answer to their questions is right if it
+    equals the entry's answer.
 
     A check that exceeds its time or memory counts as wrong; ``info`` of the step has then
     ``timed_out`` and ``failed``, a bool per answer each. If a worker is lost for any other reason,
-    the step raises, and a new one takes its place.
+    the step raises.
 
     Args:
         questions: All questions of the rollout.
@@ -77,7 +76,6 @@ class MathVerifyEnvironment(JudgingEnvironment[Question]):
         self._workers = [_Worker(needs_gym=bool(tasks)) for _ in range(workers)]
         self._idle = self._workers.copy()
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="trajpack-answers")
-        self._finalizer = weakref.finalize(self, _stop_all, self._workers)
 
     async def _judge(
         self, asked: Question, qid: str, answers: Sequence[str]
@@ -106,7 +104,8 @@ class MathVerifyEnvironment(JudgingEnvironment[Question]):
         for worker in self._workers:
             worker.kill()
         await asyncio.to_thread(self._threads.shutdown)
-        self._finalizer()
+        for worker in self._workers:
+            worker.stop()
 
     def _refuse_if_closed(self) -> None:
         if self._is_closed:
@@ -120,11 +119,6 @@ class MathVerifyEnvironment(JudgingEnvironment[Question]):
             return worker.check(*question, answer[-_MAX_ANSWER_CHARS:], seconds=self._timeout_s)
         finally:
             self._idle.append(worker)
-
-
-def _stop_all(workers: Iterable[_Worker]) -> None:
-    for worker in workers:
-        worker.stop()
 
 
 class _Worker:

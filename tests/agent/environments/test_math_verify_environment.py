@@ -235,7 +235,7 @@ def test_a_script_needs_no_guard_and_ends_without_closing(tmp_path: Path) -> Non
         "print(asyncio.run(env.step(('q', ['18', '17'])))[1], flush=True)\n"
     )
     ran = subprocess.run(
-        [sys.executable, "-W", "error", script],
+        [sys.executable, script],
         check=False,
         capture_output=True,
         text=True,

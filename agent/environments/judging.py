@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, Generic, Protocol, Self, TypeVar
 
+from trajpack.agent.protocols import Action
+
 
 class _HasId(Protocol):
     @property
@@ -18,8 +20,8 @@ T = TypeVar("T", bound=_HasId)
 class JudgingEnvironment(ABC, Generic[T]):
     """Judges answers, each by itself. One environment serves any number of episodes at once.
 
-    An action is ``(qid, answers)``, where ``qid`` is the id of a question, or one followed by ``@``
-    and anything without another ``@``.
+    An action is an `Action`, or a tuple ``(qid, answers)``: its question is the one that the task
+    is called after, or else the ``qid``.
     """
 
     def __init__(self, asked: Iterable[T], kind: str) -> None:
@@ -49,7 +51,7 @@ class JudgingEnvironment(ABC, Generic[T]):
             RuntimeError: If an answer could not be judged; not a verdict on the answer.
         """
         qid, answers = action
-        asked = self._by_id.get(qid, self._by_id.get(qid.rpartition("@")[0]))
+        asked = self._by_id.get(Action(qid, answers).task, self._by_id.get(qid))
         if asked is None:
             raise ValueError(f"step: no {self._kind} has the id {qid!r}")
         if isinstance(answers, str) or not all(isinstance(answer, str) for answer in answers):

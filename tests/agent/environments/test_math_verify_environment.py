@@ -17,6 +17,7 @@ from trajpack.agent.environments import math_verify
 from trajpack.agent.environments.answer_worker import final_answers, is_arithmetic, is_full_score
 from trajpack.agent.environments.math_verify import MathVerifyEnvironment
 from trajpack.agent.environments.questions import Question, reasoning_gym_questions
+from trajpack.agent.protocols import Action
 
 
 def question(id: str, *solutions: str) -> Question:
@@ -73,14 +74,17 @@ def test_answers_are_compared_by_value(solution: str, right: list[str], wrong: l
 
 
 @pytest.mark.usefixtures("warm_judge")
-def test_a_question_is_found_by_its_id_with_or_without_a_suffix() -> None:
+def test_a_question_is_found_by_the_name_of_its_task_or_of_the_episode() -> None:
     async def ask() -> None:
-        async with MathVerifyEnvironment([question("a", "0", "1"), question("c@b", "2")]) as env:
+        asked = [question("a", "0", "1"), question("c@b", "2"), question("a@7", "3")]
+        async with MathVerifyEnvironment(asked) as env:
             await env.reset()
             assert await env.step(("a", [])) == (None, [], True, False, {})
-            for qid, answer in [("a", "1"), ("a@0", "1"), ("c@b", "2"), ("c@b@0", "2")]:
-                assert (await env.step((qid, [answer])))[1] == [True]
-            for qid in ["", "b", "b@a", "@a", "c@b@c@d"]:
+            found = {"a": "1", "a@0": "1", "a@7": "1", "c@b": "2", "c@b@0": "2", "a@7@12": "3"}
+            for qid, answer in found.items():
+                for action in ((qid, [answer]), Action(qid, [answer])):
+                    assert (await env.step(action))[1] == [True]
+            for qid in ["", "b", "b@a", "@a", "c@b@c@d", "a@b"]:
                 with pytest.raises(ValueError, match=f"no question has the id '{qid}'"):
                     await env.step((qid, ["1"]))
 

@@ -86,19 +86,6 @@ class SetupError(ValueError):
     """A configuration that cannot be set up; the message is one line for a person to read."""
 
 
-class SettingError(SetupError):
-    """A setting that has a wrong value.
-
-    Args:
-        name: Name of the setting.
-        problem: What it must be and what it is, a sentence that goes on after the name.
-    """
-
-    def __init__(self, name: str, problem: str) -> None:
-        super().__init__(f"{name} {problem}")
-        self.name, self.problem = name, problem
-
-
 def _causes_of_kinds(kind: type[EpisodeError]) -> frozenset[str]:
     return frozenset({kind.cause}).union(*map(_causes_of_kinds, kind.__subclasses__()))
 

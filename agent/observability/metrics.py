@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trajpack.agent import errors
-from trajpack.agent.observability.episodes import EpisodeObserver, OpenEpisode, remember
+from trajpack.agent.errors import CAUSES, EpisodeError
 from trajpack.agent.protocols import GenerationOutput
+from trajpack.agent.runner.observers import RolloutObserver
 from trajpack.packing.conversion import merge_spans
 from trajpack.packing.optional import require
 
@@ -20,20 +20,10 @@ if TYPE_CHECKING:
     from trajpack.packing.batch.batch import PackedBatch
     from trajpack.packing.plan.plan import Plan
 
-CAUSES: tuple[str, ...] = tuple(
-    sorted(
-        {
-            kind.cause
-            for kind in vars(errors).values()
-            if isinstance(kind, type) and issubclass(kind, errors.EpisodeError)
-        }
-    )
-)
-"""Values of ``cause`` of this library's errors."""
 OTHER = "other"
 """Label of an unknown cause or group outcome."""
 LABELS = {
-    "cause": (*CAUSES, OTHER),
+    "cause": (*sorted(CAUSES), OTHER),
     "outcome": ("kept", "failed", "incomplete", "filtered", OTHER),
     "stage": ("generation", "verification"),
     "reason": ("pause", "room", "slot", "staleness"),
@@ -51,14 +41,10 @@ _GAUGES = {"turns_in_flight", "episodes_in_flight", "results_waiting", "policy_v
 class _Family(NamedTuple):
     """A metric: a gauge if `_GAUGES` has it, a histogram if it has buckets, else a counter."""
 
-    name: str
-    """Name without the prefix ``trajpack_``."""
+    name: str  # without the prefix trajpack_
     meaning: str
-    """Description for scrapers."""
     label: str | None = None
-    """Name of its label, of `LABELS`."""
-    buckets: Sequence[float] = ()
-    """Upper bounds of a histogram, in the unit of the name."""
+    buckets: Sequence[float] = ()  # upper bounds, in the unit of the name
 
 
 _FAMILIES = (
@@ -95,23 +81,16 @@ _FAMILIES = (
 )
 
 
-class RolloutMetrics(EpisodeObserver[tuple[float, int]]):
+class RolloutMetrics(RolloutObserver):
     """Counts the events of a `RolloutRunner` and of packs.
 
     Give it to the runner among its observers, and call `pack_ended` after a pack. The server of
     prometheus_client shows the counts: ``start_http_server(9464, "127.0.0.1", metrics.registry)``.
-    Labels have few, fixed values: causes of failures, outcomes of groups, stages of a turn. Text
-    from a model, a server or a data set never becomes a label.
-
-    One instance may watch any number of runs, one after the other or at once, if no two running
-    episodes share a name.
-
-    Attributes:
-        registry: Holds the metrics.
+    Labels have few, fixed values, never text from a model, a server or a data set. One instance may
+    watch any number of runs, if no two running episodes share a name.
 
     Args:
-        registry: Registry of the metrics; a new one if None, so that any number of instances can
-            live in one program.
+        registry: Registry of the metrics; a new one if None.
         clock: Monotonic seconds.
 
     Raises:
@@ -119,17 +98,14 @@ class RolloutMetrics(EpisodeObserver[tuple[float, int]]):
         ValueError: If ``registry`` has metrics of these names already.
 
     Example:
-        >>> from trajpack.agent.protocols import GenerationOutput
         >>> metrics = RolloutMetrics()
         >>> metrics.episode_started("q0@0", 0)
-        >>> metrics.generation_started("q0@0", 0, num_prompt_tokens=3)
-        >>> reply = GenerationOutput("q0@0", [1, 2, 3], [4, 5], [-0.1, -0.2], False, 0, 0)
-        >>> metrics.generation_ended("q0@0", 0, reply)
-        >>> metrics.registry.get_sample_value("trajpack_generated_tokens_total")
-        2.0
+        >>> metrics.registry.get_sample_value("trajpack_episodes_in_flight")
+        1.0
     """
 
     registry: CollectorRegistry
+    """Holds the metrics."""
 
     def __init__(
         self,
@@ -140,13 +116,14 @@ class RolloutMetrics(EpisodeObserver[tuple[float, int]]):
         require("prometheus_client")
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-        super().__init__()  # values: a start time and, of a generation, its prompt tokens
         self.registry = CollectorRegistry() if registry is None else registry
         self._clock = clock
+        self._open: dict[str, dict[tuple[str, int], float]] = {}
+        """Begin of each running episode, and of its stages of turns in flight."""
         self._ended: dict[str, float] = {}
-        """Time of the end of episodes whose result was not taken yet."""
+        """End of episodes whose result was not taken yet."""
         self._failed: dict[str, float] = {}
-        """Time of the last failure of episodes that begin again."""
+        """Last failure of episodes that begin again."""
         self._series: dict[str | tuple[str, str], Any] = {}
         """Each metric by its name, and by name and label value if it has a label."""
         for name, meaning, label, buckets in _FAMILIES:
@@ -167,17 +144,24 @@ class RolloutMetrics(EpisodeObserver[tuple[float, int]]):
             of["turns_in_flight", stage].set_function(partial(self._count_in_flight, stage))
 
     def _count_in_flight(self, stage: str) -> int:
-        episodes = list(self._open.values())
-        return sum(kind == stage for episode in episodes for kind, _ in list(episode.stages))
+        return sum(kind == stage for times in list(self._open.values()) for kind, _ in list(times))
+
+    def _begin(self, qid: str, stage: str, turn: int) -> None:
+        if qid in self._open:
+            self._open[qid].setdefault((stage, turn), self._clock())
+
+    def _end(self, qid: str, stage: str, turn: int) -> None:
+        began = self._open.get(qid, {}).pop((stage, turn), None)
+        if began is not None:
+            self._series[f"{stage}_seconds"].observe(self._clock() - began)
 
     def episode_started(self, qid: str, attempt: int) -> None:
         """Take the time, and measure the wait since a failed attempt."""
-        now = self._clock()
         self._ended.pop(qid, None)
-        self._open[qid] = OpenEpisode((now, 0))
-        failed = self._failed.pop(qid, None)
-        if failed is not None and attempt > 0:
-            self._series["retry_wait_seconds"].observe(now - failed)
+        self._open[qid] = {}
+        self._begin(qid, "episode", 0)
+        if (failed := self._failed.pop(qid, None)) is not None:
+            self._series["retry_wait_seconds"].observe(self._clock() - failed)
 
     def wait_ended(self, reason: str, seconds: float) -> None:
         """Measure the wait."""
@@ -186,59 +170,48 @@ class RolloutMetrics(EpisodeObserver[tuple[float, int]]):
 
     def generation_started(self, qid: str, turn: int, num_prompt_tokens: int) -> None:
         """Take the time."""
-        self._begin(qid, "generation", turn, lambda _: (self._clock(), num_prompt_tokens))
+        self._begin(qid, "generation", turn)
 
-    def generation_ended(
-        self, qid: str, turn: int, reply: GenerationOutput | errors.EpisodeError
-    ) -> None:
+    def generation_ended(self, qid: str, turn: int, reply: GenerationOutput | EpisodeError) -> None:
         """Count the turn, its tokens and its time, or its error."""
-        of, ended = self._series, self._end(qid, "generation", turn)
-        began, num_prompt_tokens = ended[1] if ended else (None, 0)
-        if began is not None:
-            of["generation_seconds"].observe(self._clock() - began)
+        self._end(qid, "generation", turn)
+        of = self._series
         if not isinstance(reply, GenerationOutput):
             of["generation_errors", _cause(reply)].inc()
             return
         of["turns"].inc()
         of["generated_tokens"].inc(len(reply.output_ids))
         of["truncated_turns"].inc(bool(reply.no_eos))
-        of["prompt_tokens"].inc(num_prompt_tokens)
+        of["prompt_tokens"].inc(len(reply.prompt_ids))
 
     def verification_started(self, qid: str, turn: int) -> None:
         """Take the time."""
-        self._begin(qid, "verification", turn, lambda _: (self._clock(), 0))
+        self._begin(qid, "verification", turn)
 
     def verification_ended(self, qid: str, turn: int, error: BaseException | None) -> None:
         """Measure its time, and count an error."""
-        ended = self._end(qid, "verification", turn)
-        if ended is not None:
-            self._series["verification_seconds"].observe(self._clock() - ended[1][0])
-        if error is not None:
-            self._series["verification_errors"].inc()
+        self._end(qid, "verification", turn)
+        self._series["verification_errors"].inc(error is not None)
 
     def episode_ended(
         self, qid: str, attempt: int, error: Exception | None, *, final: bool
     ) -> None:
         """Count the attempt by its outcome; none of its turns is in flight any more."""
-        now = self._clock()
-        episode = self._open.pop(qid, None)
-        if episode is not None:
-            self._series["episode_seconds"].observe(now - episode.own[0])
+        self._end(qid, "episode", 0)
+        self._open.pop(qid, None)
         if error is None:
             self._series["episodes_finished"].inc()
-            remember(self._ended, qid, now)
+            self._ended[qid] = self._clock()
             return
         self._ended.pop(qid, None)  # its result was stale at the hand-over
-        if final:
-            self._series["episodes_failed", _cause(error)].inc()
-        else:
-            self._series["episode_retries", _cause(error)].inc()
-            remember(self._failed, qid, now)
+        self._series["episodes_failed" if final else "episode_retries", _cause(error)].inc()
+        if not final:
+            self._failed[qid] = self._clock()
 
     def result_accepted(self, result: EpisodeResult, version: int) -> None:
         """Measure the wait of the result, and the age of its tokens."""
-        of, ended = self._series, self._ended.pop(result.qid, None)
-        if ended is not None:
+        of = self._series
+        if (ended := self._ended.pop(result.qid, None)) is not None:
             of["result_wait_seconds"].observe(self._clock() - ended)
         of["policy_version"].set(version)
         turns = [turn for trajectory in result.trajectories for turn in trajectory.turns]
@@ -262,13 +235,7 @@ class RolloutMetrics(EpisodeObserver[tuple[float, int]]):
                 self._ended.pop(result.qid, None)
 
     def pack_ended(self, batch: PackedBatch, seconds: float, plan: Plan | None = None) -> None:
-        """Count a packed batch, from numbers that the host knows.
-
-        Args:
-            batch: The batch.
-            seconds: Time of the pack on the host; a device may still be running.
-            plan: Plan of its micro-batches, for its fill.
-        """
+        """Count a packed batch that took ``seconds`` on the host, and the fill of its plan."""
         of = self._series
         of["pack_seconds"].observe(seconds)
         of["packed_tokens"].inc(batch.num_tokens)
@@ -289,5 +256,5 @@ class RolloutMetrics(EpisodeObserver[tuple[float, int]]):
 
 
 def _cause(error: BaseException) -> str:
-    cause = error.cause if isinstance(error, errors.EpisodeError) else OTHER
+    cause = error.cause if isinstance(error, EpisodeError) else OTHER
     return cause if cause in CAUSES else OTHER

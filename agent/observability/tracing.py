@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from trajpack.agent.errors import EpisodeError
-from trajpack.agent.observability.episodes import EpisodeObserver, OpenEpisode, remember
 from trajpack.agent.protocols import GenerationOutput
+from trajpack.agent.runner.observers import RolloutObserver
 from trajpack.packing.optional import require
 from trajpack.packing.text import one_line
 
@@ -16,27 +16,18 @@ if TYPE_CHECKING:
 
     from trajpack.agent.runner.runner import EpisodeResult
 
-_MAX_ID_CHARS = 200
 
-
-class RolloutTracer(EpisodeObserver["Span"]):
+class RolloutTracer(RolloutObserver):
     """Makes spans of the events of a `RolloutRunner`.
 
-    Each attempt at an episode is a trace, linked to the attempt before::
+    Each attempt at an episode is a trace, linked to the attempt before: a span
+    ``trajpack.episode`` with a ``trajpack.generation`` and a ``trajpack.verification`` for each
+    turn, and a ``trajpack.rejection`` where the result was stale at its hand-over. Attributes are
+    numbers, the episode's id and kinds of errors, never text from a model, a server or an
+    environment.
 
-        trajpack.episode
-            trajpack.turn
-                trajpack.generation
-                trajpack.verification
-            trajpack.rejection (of a result that was stale at its hand-over)
-
-    Give it to the runner among its observers. Parents are explicit, so any number of episodes may
-    interleave.
-
-    Attributes are numbers, the episode's id and kinds of errors, never text from a model, a server
-    or an environment.
-
-    One instance may watch any number of runs, if no two running episodes share a name.
+    Give it to the runner among its observers. One instance may watch any number of runs, if no two
+    running episodes share a name.
 
     Args:
         provider: Provider of the tracer, with its exporters; the global one if None.
@@ -46,16 +37,10 @@ class RolloutTracer(EpisodeObserver["Span"]):
 
     Example:
         >>> from opentelemetry.sdk.trace import TracerProvider
-        >>> from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-        >>> from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-        >>> provider, spans = TracerProvider(), InMemorySpanExporter()
-        >>> provider.add_span_processor(SimpleSpanProcessor(spans))
-        >>> tracer = RolloutTracer(provider)
+        >>> tracer = RolloutTracer(TracerProvider())
         >>> tracer.episode_started("q0@0", 0)
-        >>> tracer.episode_ended("q0@0", 0, None, final=True)
-        >>> [(span.name, span.attributes["trajpack.episode.id"])
-        ...  for span in spans.get_finished_spans()]
-        [('trajpack.episode', 'q0@0')]
+        >>> tracer.num_open
+        1
     """
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
@@ -63,10 +48,11 @@ class RolloutTracer(EpisodeObserver["Span"]):
         from opentelemetry import trace
         from opentelemetry.context import Context
 
-        super().__init__()
         self._trace = trace
         self._tracer = trace.get_tracer("trajpack", tracer_provider=provider)
         self._no_parent = Context()
+        self._open: dict[str, dict[tuple[str, int], Span]] = {}
+        """Open spans of running attempts: first that of the attempt, then those of stages."""
         self._attempts: dict[str, SpanContext] = {}
         """Context of the last ended attempt of episodes that may have another."""
 
@@ -79,52 +65,38 @@ class RolloutTracer(EpisodeObserver["Span"]):
         """Begin a trace."""
         self._end_episode(qid, None, {})
         before = self._attempts.pop(qid, None)
+        names = {"trajpack.episode.id": one_line(qid, 200), "trajpack.episode.attempt": attempt}
+        links = (self._trace.Link(before),) if before and attempt else ()
         span = self._tracer.start_span(
-            "trajpack.episode",
-            self._no_parent,
-            attributes={
-                "trajpack.episode.id": one_line(qid, _MAX_ID_CHARS),
-                "trajpack.episode.attempt": attempt,
-            },
-            links=(self._trace.Link(before),) if before and attempt else (),
+            "trajpack.episode", self._no_parent, attributes=names, links=links
         )
-        self._open[qid] = OpenEpisode(span)
+        self._open[qid] = {("episode", 0): span}
 
     def generation_started(self, qid: str, turn: int, num_prompt_tokens: int) -> None:
-        """Begin a turn, and a generation in it; end other turns without an open stage."""
-        episode = self._open.get(qid)
-        if episode is not None:
-            waiting = {turn, *(number for _, number in episode.stages)}
-            for index in [index for index in episode.turns if index not in waiting]:
-                episode.turns.pop(index).end()
-        attributes = {"trajpack.generation.num_prompt_tokens": num_prompt_tokens}
-        self._begin_stage(qid, "generation", turn, attributes)
+        """Begin the generation of a turn."""
+        numbers = {"trajpack.generation.num_prompt_tokens": num_prompt_tokens}
+        self._begin_stage(qid, "generation", turn, numbers)
 
     def generation_ended(self, qid: str, turn: int, reply: GenerationOutput | EpisodeError) -> None:
         """End the generation with its tokens and versions, or its error."""
-        if (ended := self._end(qid, "generation", turn)) is None:
-            return
-        episode, span = ended
         if not isinstance(reply, GenerationOutput):
-            return self._end_span(span, reply)
-        episode.num_turns += 1
-        episode.num_tokens += len(reply.output_ids)
-        attributes = {
+            self._end_stage(qid, "generation", turn, reply, {})
+            return
+        numbers = {
             "trajpack.generation.num_tokens": len(reply.output_ids),
             "trajpack.generation.version_start": int(reply.version_start),
             "trajpack.generation.version_end": int(reply.version_end),
             "trajpack.generation.truncated": bool(reply.no_eos),
         }
-        self._end_span(span, None, attributes)
+        self._end_stage(qid, "generation", turn, None, numbers)
 
     def verification_started(self, qid: str, turn: int) -> None:
         """Begin a verification in its turn."""
-        self._begin_stage(qid, "verification", turn)
+        self._begin_stage(qid, "verification", turn, {})
 
     def verification_ended(self, qid: str, turn: int, error: BaseException | None) -> None:
         """End the verification."""
-        if (ended := self._end(qid, "verification", turn)) is not None:
-            self._end_span(ended[1], error)
+        self._end_stage(qid, "verification", turn, error, {})
 
     def episode_ended(
         self, qid: str, attempt: int, error: Exception | None, *, final: bool
@@ -133,10 +105,10 @@ class RolloutTracer(EpisodeObserver["Span"]):
         is_final = {"trajpack.episode.final": final}
         span = self._end_episode(qid, error, is_final)
         if span is not None:
-            remember(self._attempts, qid, span.get_span_context())
+            self._attempts[qid] = span.get_span_context()
         elif error is not None and (ended := self._attempts.get(qid)) is not None:
-            parent = self._trace.NonRecordingSpan(ended)
-            self._end_span(self._begin_span("trajpack.rejection", parent), error, is_final)
+            rejection = self._begin_span("rejection", self._trace.NonRecordingSpan(ended), {})
+            self._end_span(rejection, error, is_final)
         if error is not None and final:
             self._attempts.pop(qid, None)
 
@@ -157,52 +129,37 @@ class RolloutTracer(EpisodeObserver["Span"]):
             self._end_episode(qid, None, {})
         self._attempts.clear()
 
-    def _begin_stage(
-        self, qid: str, stage: str, turn: int, attributes: Mapping[str, Any] | None = None
+    def _begin_stage(self, qid: str, stage: str, turn: int, numbers: dict[str, int]) -> None:
+        spans = self._open.get(qid, {})
+        if spans and (stage, turn) not in spans:
+            attributes = {"trajpack.turn.index": turn, **numbers}
+            spans[stage, turn] = self._begin_span(stage, spans["episode", 0], attributes)
+
+    def _end_stage(
+        self, qid: str, stage: str, turn: int, error: BaseException | None, numbers: dict[str, int]
     ) -> None:
-        """Begin a stage in the span of its turn, which begins too if it is not open."""
+        span = self._open.get(qid, {}).pop((stage, turn), None)
+        if span is not None:  # its episode has not ended
+            self._end_span(span, error, numbers)
 
-        def make(episode: OpenEpisode[Span]) -> Span:
-            if turn not in episode.turns:
-                index = {"trajpack.turn.index": turn}
-                episode.turns[turn] = self._begin_span("trajpack.turn", episode.own, index)
-            return self._begin_span(f"trajpack.{stage}", episode.turns[turn], attributes)
-
-        self._begin(qid, stage, turn, make)
-
-    def _begin_span(
-        self, name: str, parent: Span, attributes: Mapping[str, Any] | None = None
-    ) -> Span:
+    def _begin_span(self, name: str, parent: Span, attributes: dict[str, int]) -> Span:
         context = self._trace.set_span_in_context(parent, self._no_parent)
-        return self._tracer.start_span(name, context, attributes=attributes)
+        return self._tracer.start_span(f"trajpack.{name}", context, attributes=attributes)
 
     def _end_episode(
-        self, qid: str, error: BaseException | None, attributes: Mapping[str, Any]
+        self, qid: str, error: BaseException | None, numbers: dict[str, int]
     ) -> Span | None:
         """End the spans of an episode, the inner ones first; return its own if it was open."""
-        episode = self._open.pop(qid, None)
-        if episode is None:
-            return None
-        for span in episode.stages.values():
-            self._end_span(span, error)
-        waiting = {turn for _, turn in episode.stages}
-        for turn, span in episode.turns.items():
-            self._end_span(span, error if turn in waiting else None)
-        numbers = {
-            "trajpack.episode.num_turns": episode.num_turns,
-            "trajpack.episode.num_tokens": episode.num_tokens,
-        }
-        self._end_span(episode.own, error, numbers | dict(attributes))
-        return episode.own
+        span, *stages = self._open.pop(qid, {}).values() or [None]
+        for stage in stages:
+            self._end_span(stage, error, {})
+        if span is not None:
+            self._end_span(span, error, numbers)
+        return span
 
-    def _end_span(
-        self,
-        span: Span,
-        error: BaseException | None,
-        attributes: Mapping[str, Any] | None = None,
-    ) -> None:
+    def _end_span(self, span: Span, error: BaseException | None, numbers: dict[str, int]) -> None:
         if span.is_recording():
-            span.set_attributes(dict(attributes or {}))
+            span.set_attributes(numbers)
             if error is not None:
                 cause = error.cause if isinstance(error, EpisodeError) else type(error).__name__
                 span.set_attribute("trajpack.error.cause", cause)

@@ -162,10 +162,7 @@ def prepare_rollout(settings: RolloutSettings) -> Rollout:
     prompts = []
     for question in questions:
         with refused(f"question {question.id!r} cannot be put as a chat: ", TemplateError):
-            text = tokenizer.apply_chat_template(
-                list(question.messages), tokenize=False, add_generation_prompt=True
-            )
-        input_ids = tokenizer.encode(text, add_special_tokens=False)
+            input_ids = agent.prompt_ids(question.messages)
         prompts.append(Prompt(question.id, input_ids, task_id=question.task_id))
         num_tokens, most = len(input_ids) + settings.max_new_tokens, limits.max_positions
         if most is not None and num_tokens > most:

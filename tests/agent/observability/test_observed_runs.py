@@ -168,9 +168,8 @@ def check_spans(spans: tuple[ReadableSpan, ...], tenth: int) -> None:
     num_turns = (3 * 7 + 3) * tenth
     assert parents == {
         ("trajpack.episode", None): 10 * tenth,
-        ("trajpack.turn", "trajpack.episode"): num_turns,
-        ("trajpack.generation", "trajpack.turn"): num_turns,
-        ("trajpack.verification", "trajpack.turn"): num_turns - 2 * tenth,
+        ("trajpack.generation", "trajpack.episode"): num_turns,
+        ("trajpack.verification", "trajpack.episode"): num_turns - 2 * tenth,
     }
     for span in spans:  # interleaved episodes keep their own parents
         parent = by_id[span.parent.span_id] if span.parent else None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from trajpack.agent.agents.chat_agent import ChatAgent
 from trajpack.agent.agents.conversation import Conversation, Exchange
@@ -49,9 +50,23 @@ class EnvironmentAgent(ChatAgent):
         turn_discount: Discount from one turn to the next, stored in the trajectory.
     """
 
-    def prompt_ids(self, instructions: str) -> list[int]:
-        """Return a prompt's tokens: a system message with the instructions."""
-        return self.messages.opening(instructions)
+    def prompt_ids(self, messages: str | Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return a prompt's tokens: a system message with the instructions.
+
+        Args:
+            messages: The instructions, or one message that has them as its content.
+
+        Raises:
+            ValueError: If there are several messages, or the template does not show it.
+        """
+        if isinstance(messages, str):
+            return self.messages.opening(messages)
+        if len(messages) != 1:
+            raise ValueError(
+                "an EnvironmentAgent's prompt is one message, the instructions; the environment "
+                f"says what follows; got {len(messages)} messages"
+            )
+        return self.messages.opening(messages[0]["content"])
 
     async def open(self, conversation: Conversation) -> list[int]:
         """Begin an episode of the environment and return its first observation."""

@@ -27,6 +27,8 @@ from trajpack.packing.types import Trajectory
 if TYPE_CHECKING:
     from trl import GRPOTrainer
 
+_CHOICES = {"several_sequences": ("raise", "mask", "last"), "failures": ("raise", "mask")}
+
 
 class Row(NamedTuple):
     """One completion in TRL's form, see `TRLRollout`."""
@@ -40,39 +42,27 @@ class Row(NamedTuple):
 
 def sum_of_rewards(result: EpisodeResult) -> float:
     """Return the undiscounted sum of the rewards of an episode's turns."""
-    return float(sum(turn.reward for path in result.trajectories for turn in path.turns))
+    return float(sum(turn.reward for turn in result.turns))
 
 
 @dataclass(eq=False)
 class TRLRollout:
     """The ``rollout_func`` of TRL's ``GRPOTrainer``, by an agent of this library.
 
-    Called with prompts and the trainer, it runs an episode for each prompt on the model that
-    is being trained, with its current weights, and returns lists with one entry for each prompt,
-    in their order:
+    Called with prompts and the trainer, it runs an episode for each prompt on the model that is
+    being trained, with its current weights, and returns lists with one entry for each prompt, in
+    their order: ``prompt_ids``, ``completion_ids``, ``env_mask`` (1 where generated, 0 on
+    observations), ``logprobs`` (as sampled, 0 on observations), and for `episode_reward` the
+    ``episode_reward`` (None: TRL leaves the row out), ``episode_id`` and ``episode_turns``.
 
-    =================== =============== =====================================================
-    key                 an entry        content
-    =================== =============== =====================================================
-    ``prompt_ids``      list of int     tokens before the first generated one
-    ``completion_ids``  list of int     tokens from there to the last generated one
-    ``env_mask``        list of 0 and 1 1 where generated, 0 on observations: TRL's tool mask
-    ``logprobs``        list of float   as sampled, 0 on observations
-    ``episode_reward``  float or None   for `episode_reward`; None: TRL leaves the row out
-    ``episode_id``      str             the episode's ``qid``
-    ``episode_turns``   int             number of its turns
-    =================== =============== =====================================================
-
-    TRL trains one row for each prompt and has one advantage for it. Credit by turn, policy
-    versions and extra token fields are not carried; take them from the trajectories that
-    ``on_results`` gets.
-
-    TRL's ``max_completion_length`` has no effect here: the agent's ``gconfig`` bounds a
-    completion, its ``max_total_tokens`` a conversation. Of TRL's sampling options only
-    ``temperature`` matters, which divides the logits in its loss: it must be the agent's.
+    TRL trains one row for each prompt and has one advantage for it. Its ``max_completion_length``
+    has no effect here: the agent's limits have. With ``mask_truncated_completions`` the rows of
+    truncated trajectories are masked, and no others.
 
     Attributes:
-        agent: Agent of the episodes. The temperature of its ``gconfig``, if any, is compared.
+        agent: Agent of the episodes. Its ``prompt_ids(messages)`` makes the prompts; without it,
+            they are made as the trainer makes them. The temperature of its ``gconfig``, if any,
+            must be the trainer's.
         environment: Environment of the episodes. The caller enters and closes it; each call has an
             event loop of its own, so that the environment must not be bound to one.
         questions: All questions. A prompt of the trainer is looked up by its messages, or by its
@@ -110,10 +100,7 @@ class TRLRollout:
     def __post_init__(self) -> None:
         if self.concurrency < 1:
             raise ValueError(f"concurrency must be at least 1, got {self.concurrency}")
-        for name, known in (
-            ("several_sequences", ("raise", "mask", "last")),
-            ("failures", ("raise", "mask")),
-        ):
+        for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
         self._by_prompt = questions_by_prompt(self.questions)
@@ -123,45 +110,62 @@ class TRLRollout:
         """Run an episode for each prompt and return TRL's fields.
 
         Raises:
-            ValueError: If a prompt is none of the questions, the temperatures differ, the weights
-                are sharded, or an episode has several sequences and that is to raise.
+            ValueError: If a prompt is none of the questions or not one of the agent, options of
+                trainer and agent differ, the weights are sharded, or an episode has several
+                sequences and that is to raise.
             EpisodeError: If an episode failed and that is to raise, or the engine ended.
         """
         self._check_trainer(trainer)
-        asked = []
+        encoded: dict[str, Prompt] = {}
+        samples: list[tuple[str, int]] = []
+        sizes: Counter[str] = Counter()
         for prompt in prompts:
-            if (key := prompt_key(prompt)) not in self._by_prompt:
+            if (question := self._by_prompt.get(prompt_key(prompt))) is None:
                 raise ValueError(f"a trainer's prompt is none of the questions: {prompt!r:.200}")
-            asked.append(self._by_prompt[key])
-        encoded = {
-            question.id: Prompt(question.id, _encode(prompt, trainer), task_id=question.task_id)
-            for question, prompt in zip(asked, prompts, strict=True)
+            if question.id not in encoded:
+                ids = self._prompt_ids(question, prompt, trainer)
+                encoded[question.id] = Prompt(question.id, ids, task_id=question.task_id)
+            samples.append((question.id, sizes[question.id]))  # numbered for each question
+            sizes[question.id] += 1
+        by_size = {
+            size: [encoded[id] for id in sizes if sizes[id] == size] for size in {*sizes.values()}
         }
-        seen: Counter[str] = Counter()
-        samples = []
-        for question in asked:  # numbered from 0 for each question
-            samples.append((question.id, seen[question.id]))
-            seen[question.id] += 1
-        results = self._generate(list(encoded.values()), samples, trainer)
-        pieces = rows_of_episodes([result.trajectories for result in results])
-        eos_token_id = int(trainer.processing_class.eos_token_id)
+        found = self._generate(by_size, trainer)
+        results = [found[sample] for sample in samples]
+        sequences = rows_of_episodes([result.trajectories for result in results])
         rows = [
-            self._choose_row(result, of_episode, eos_token_id)
-            for result, of_episode in zip(results, pieces, strict=True)
+            self._choose_row(result, of_episode, trainer)
+            for result, of_episode in zip(results, sequences, strict=True)
         ]
         if self.on_results is not None:
             self.on_results(results)
         return {
             **{name: [getattr(row, name) for row in rows] for name in Row._fields},
             "episode_id": [result.qid for result in results],
-            "episode_turns": [
-                sum(len(path.turns) for path in result.trajectories) for result in results
-            ],
+            "episode_turns": [len(result.turns) for result in results],
         }
 
+    def _prompt_ids(self, question: Question, prompt: Any, trainer: GRPOTrainer) -> Sequence[int]:
+        """Encode a prompt as the agent does, or else as TRL does when it generates by itself."""
+        if (encode := getattr(self.agent, "prompt_ids", None)) is not None:
+            ids: Sequence[int] = encode([dict(message) for message in question.messages])
+            return ids
+        tokenizer = trainer.processing_class
+        if isinstance(prompt, str):
+            return list(tokenizer(text=prompt)["input_ids"])
+        return list(
+            tokenizer.apply_chat_template(
+                prompt,
+                chat_template=trainer.chat_template,
+                add_generation_prompt=True,
+                return_dict=False,
+                **trainer.chat_template_kwargs,
+            )
+        )
+
     def _generate(
-        self, prompts: list[Prompt], samples: list[tuple[str, int]], trainer: GRPOTrainer
-    ) -> list[EpisodeResult]:
+        self, by_size: dict[int, list[Prompt]], trainer: GRPOTrainer
+    ) -> dict[tuple[str, int], EpisodeResult]:
         require("trl")
         from trl.models import unwrap_model_for_generation
 
@@ -177,30 +181,24 @@ class TRLRollout:
         )
         # The engine seeds the generator that the trainer draws its dropout from.
         with torch.random.fork_rng([device] if device.type == "cuda" else []), unwrapped as model:
-            episodes = self._episodes(
-                self.make_engine(model, seed=seed, version=step), prompts, samples
-            )
+            episodes = self._episodes(self.make_engine(model, seed=seed, version=step), by_size)
             try:
                 asyncio.get_running_loop()
             except RuntimeError:
-                found = asyncio.run(episodes)
-            else:  # as in a notebook
-                with ThreadPoolExecutor(1, thread_name_prefix="trajpack-episodes") as thread:
-                    found = thread.submit(asyncio.run, episodes).result()
-        return [found[sample] for sample in samples]
+                return asyncio.run(episodes)
+            with ThreadPoolExecutor(1) as thread:  # a loop runs here, as in a notebook
+                return thread.submit(asyncio.run, episodes).result()
 
     async def _episodes(
-        self, engine: Engine, prompts: list[Prompt], samples: list[tuple[str, int]]
+        self, engine: Engine, by_size: dict[int, list[Prompt]]
     ) -> dict[tuple[str, int], EpisodeResult]:
-        """Run the samples of each prompt.
+        """Run the samples of each prompt, by a runner for each size of a group.
 
-        A runner has one group size, so that there is a runner for each number of samples: there
-        are two where a group is split between two processes.
+        There are two sizes where a group is split between two processes.
         """
-        sizes = Counter(id for id, _ in samples)
         found: dict[tuple[str, int], EpisodeResult] = {}
         async with engine:
-            for size in sorted(set(sizes.values()), reverse=True):
+            for size, prompts in by_size.items():
                 runner = RolloutRunner(
                     engine,
                     self.agent,
@@ -208,8 +206,7 @@ class TRLRollout:
                     concurrency=self.concurrency,
                     group_size=size,
                 )
-                alike = [prompt for prompt in prompts if sizes[prompt.id] == size]
-                async with aclosing(runner.run(alike)) as results:
+                async with aclosing(runner.run(prompts)) as results:
                     async for result in results:
                         error = result.error
                         must_raise = self.failures == "raise" or has_engine_ended(error)
@@ -218,8 +215,9 @@ class TRLRollout:
                         found[result.prompt.id, result.sample] = result
         return found
 
-    def _choose_row(self, result: EpisodeResult, rows: list[Row], eos_token_id: int) -> Row:
+    def _choose_row(self, result: EpisodeResult, rows: list[Row], trainer: GRPOTrainer) -> Row:
         """Return the row that TRL trains, or a masked one."""
+        eos_token_id = int(trainer.processing_class.eos_token_id)
         if not rows and result.error is None and self.failures == "raise":
             raise EpisodeError(result.qid, "nothing was sampled")
         if len(rows) > 1 and self.several_sequences == "raise":
@@ -230,11 +228,25 @@ class TRLRollout:
         if not rows or (len(rows) > 1 and self.several_sequences == "mask"):
             # TRL refuses an empty completion, but not a masked one.
             return Row([int(id) for id in result.prompt.input_ids], [eos_token_id], [0], [0.0])
-        return rows[-1]._replace(episode_reward=float(self.score(result)))
+        row = rows[-1]._replace(episode_reward=float(self.score(result)))
+        if not trainer.args.mask_truncated_completions:
+            return row
+        if result.trajectories[-1].is_truncated:
+            return row._replace(env_mask=[0] * len(row.env_mask))
+        # TRL masks each completion that does not end with this token.
+        ids, mask, logprobs = row.completion_ids, row.env_mask, row.logprobs
+        return row._replace(
+            completion_ids=[*ids, eos_token_id], env_mask=[*mask, 0], logprobs=[*logprobs, 0.0]
+        )
 
     def _check_trainer(self, trainer: GRPOTrainer) -> None:
         if trainer.is_fsdp_enabled:
             raise ValueError("the engine needs whole weights, but the trainer shards them by FSDP")
+        if trainer.chat_template_kwargs and hasattr(self.agent, "prompt_ids"):
+            raise ValueError(
+                f"chat_template_kwargs={trainer.chat_template_kwargs} of the trainer: the agent "
+                "makes the prompts, and they would not reach its tokenizer's chat template"
+            )
         gconfig = getattr(self.agent, "gconfig", None)
         sampled = sampling_option(gconfig, "temperature", None)
         if sampled is not None and sampled != trainer.args.temperature:
@@ -260,17 +272,13 @@ def episode_reward(
             that were left out as ``episode/left_out``.
     """
     if log_metric is not None and episode_reward:
-        num_left_out = sum(reward is None for reward in episode_reward)
         log_metric("episode/turns", sum(episode_turns) / len(episode_reward))
-        log_metric("episode/left_out", num_left_out / len(episode_reward))
+        log_metric("episode/left_out", episode_reward.count(None) / len(episode_reward))
     return episode_reward
 
 
 def trl_dataset_rows(questions: Iterable[Question]) -> list[dict[str, Any]]:
     """Return questions as rows of a data set for the trainer, for ``Dataset.from_list``.
-
-    Args:
-        questions: Those that the `TRLRollout` is given.
 
     Example:
         >>> trl_dataset_rows([Question("sum", ({"role": "user", "content": "2 + 3?"},), ("5",))])
@@ -311,9 +319,6 @@ def rows_of_episodes(episodes: Sequence[Sequence[Trajectory]]) -> list[list[Row]
     A row is a sequence of the merged layout: a conversation in which each turn continues the
     one before. A sequence without generated tokens gives no row. Extra fields are dropped.
 
-    Raises:
-        TypeError, ValueError: As `trajpack.pack`.
-
     Example:
         >>> from trajpack import Trajectory, Turn
         >>> first, second = Turn([1, 2], [3], [-0.5]), Turn([1, 2, 3, 4], [5], [-0.25])
@@ -336,22 +341,6 @@ def rows_of_episodes(episodes: Sequence[Sequence[Trajectory]]) -> list[list[Row]
         generated = np.flatnonzero(mask[begin:end])
         if generated.size:
             of = slice(begin + generated[0], begin + generated[-1] + 1)
-            given: Any = ids[begin : of.start], ids[of], mask[of].astype(int), logprobs[of]
-            rows[owner].append(Row(*(values.tolist() for values in given)))
+            columns: Any = ids[begin : of.start], ids[of], mask[of].astype(int), logprobs[of]
+            rows[owner].append(Row(*(values.tolist() for values in columns)))
     return rows
-
-
-def _encode(prompt: Any, trainer: GRPOTrainer) -> list[int]:
-    """Encode a prompt as TRL does when it generates by itself."""
-    tokenizer = trainer.processing_class
-    if isinstance(prompt, str):
-        ids: list[int] = tokenizer(text=prompt)["input_ids"]
-        return ids
-    ids = tokenizer.apply_chat_template(
-        prompt,
-        chat_template=trainer.chat_template,
-        add_generation_prompt=True,
-        return_dict=False,
-        **trainer.chat_template_kwargs,
-    )
-    return ids

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from trajpack.agent.agents.environment_agent import EnvironmentAgent, Opening
 from trajpack.agent.agents.math_multi_turn import MathMultiTurnAgent
+from trajpack.agent.agents.tool_agent import ToolAgent
+from trajpack.agent.agents.tools import Tool
+from trajpack.agent.engines.function_engine import FunctionEngine
 from trajpack.agent.engines.transformers_engine import TransformersEngine
 from trajpack.agent.environments.questions import Question
 from trajpack.agent.errors import EpisodeError
@@ -87,7 +91,8 @@ def make_rollout(agent: Any = None, environment: Any = None, **options: Any) -> 
         return TransformersEngine(model, num_blocks=64, page_size=32, max_batch_tokens=256, **given)
 
     environment = environment or ShareOfDigits()
-    return TRLRollout(agent, environment, QUESTIONS, make_engine=make_engine, **options)
+    options = {"make_engine": make_engine} | options
+    return TRLRollout(agent, environment, QUESTIONS, **options)
 
 
 def make_trainer(folder: Path, rollout: TRLRollout, cls: Any = None, **options: Any) -> Any:
@@ -374,12 +379,69 @@ def test_several_sequences_raise_or_are_left_out_or_the_last_is_taken(trained: T
     assert found["episode_reward"] == [1.5]
 
 
+def test_prompts_are_those_of_the_agent(trained: Trained) -> None:
+    sampling, (_, tokenizer) = SamplingParams(4), build_tiny_model()
+    tool = Tool("width_of", "Width.", {"properties": {"ship": {"type": "string"}}}, str)
+    messages = [dict(message) for message in QUESTIONS[0].messages]
+    agents = [MathMultiTurnAgent(sampling, tokenizer, None), ToolAgent(sampling, tokenizer, [tool])]
+    for agent in agents:
+        for prompt in (messages, QUESTIONS[0].text):
+            found = make_rollout(agent)([prompt], trained.trainer)
+            assert found["prompt_ids"] == [agent.prompt_ids(messages)]
+    assert "width_of" in tokenizer.decode(agents[1].prompt_ids(messages))
+
+    class Says(ShareOfDigits):
+        async def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+            return "How wide?", [1.0], not isinstance(action, Opening), False, {}
+
+    player = EnvironmentAgent(sampling, tokenizer)
+    found = make_rollout(player, Says())([messages], trained.trainer)
+    opening = player.prompt_ids(QUESTIONS[0].text)
+    assert found["prompt_ids"] == [opening + player.messages.first("How wide?")]
+    with pytest.raises(ValueError, match=r"is one message, the instructions; .* got 2 messages"):
+        player.prompt_ids(messages * 2)
+
+
+def test_the_trainer_masks_the_rows_of_truncated_trajectories_and_no_others(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end, other = trained.trainer.processing_class.eos_token_id, 7
+    kinds = {
+        f"q0@{k}": (last, truncated)
+        for k, (last, truncated) in enumerate(product((end, other), (True, False, None)))
+    }
+
+    async def engine(ids: Any, sampling: Any) -> Any:
+        return [5, sampling], [-1.0, -1.0], sampling == other
+
+    async def agent(prompt: Any, env: Any, generate: Any) -> list[Trajectory]:
+        last, truncated = kinds[prompt.id]
+        turn = await generate(prompt.input_ids, last)
+        return [Trajectory(prompt.id, [turn], truncated=truncated)]
+
+    rollout = make_rollout(agent, make_engine=lambda model, **_: FunctionEngine(engine))
+    trainer = trained.trainer
+    monkeypatch.setattr(trainer, "rollout_func", rollout)
+    rows = trl_dataset_rows([QUESTIONS[0]]) * len(kinds)
+    for is_masking in (False, True):
+        monkeypatch.setattr(trainer.args, "mask_truncated_completions", is_masking)
+        monkeypatch.setattr(trainer, "mask_truncated_completions", is_masking)
+        monkeypatch.setattr(trainer, "num_generations", len(kinds))
+        made = trainer._generate_and_score_completions(rows)
+        loss_mask = made["completion_mask"] * made["tool_mask"]
+        for trained_tokens, (last, truncated) in zip(loss_mask, kinds.values(), strict=True):
+            is_truncated = last == other if truncated is None else truncated
+            assert trained_tokens.sum() == (0 if is_masking and is_truncated else 2)
+
+
 def test_a_custom_score(trained: Trained) -> None:
     found = ask(trained, "01", score=lambda result: len(result.qid))
     assert found["episode_reward"] == [4.0, 4.0]
 
 
-def test_wrong_prompts_options_and_temperatures_are_refused(trained: Trained) -> None:
+def test_wrong_prompts_options_and_temperatures_are_refused(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ValueError, match=r"none of the questions: .*Who\?"):
         make_rollout()([[{"role": "user", "content": "Who?"}]], trained.trainer)
     with pytest.raises(TypeError, match="a str or a list of messages, got 7"):
@@ -389,6 +451,10 @@ def test_wrong_prompts_options_and_temperatures_are_refused(trained: Trained) ->
     )
     with pytest.raises(ValueError, match=r"at temperature 0\.5, but the trainer's loss is at 1\.0"):
         ask(trained, "0", agent=cold)
+    monkeypatch.setattr(trained.trainer, "chat_template_kwargs", {"enable_thinking": False})
+    with pytest.raises(ValueError, match=r"chat_template_kwargs=.* of the trainer: the agent"):
+        ask(trained, "0")
+    assert ask(trained, "0", agent=Rewriting(), several_sequences="last")["episode_turns"] == [2]
     with pytest.raises(ValueError, match="concurrency must be at least 1, got 0"):
         make_rollout(concurrency=0)
     with pytest.raises(ValueError, match=r"failures must be one of .*, got 'drop'"):

@@ -1,98 +1,217 @@
-"""Server administration: handshake, weight updates, pause and resume."""
+"""Servers of one engine: choice for each request, health, weight updates and pauses."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+import itertools
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from trajpack.agent.servers.api import ServerAPI
+from trajpack.agent.errors import SetupError
 from trajpack.agent.servers.client import (
+    Address,
+    Client,
+    ConnectionLostError,
     ExchangeError,
     HTTPRequest,
     RefusedError,
     RetryableError,
-    quote_body,
 )
-from trajpack.agent.servers.engine_response import is_number
 from trajpack.agent.servers.options import ServerOptions
-from trajpack.agent.servers.routing import Router, Server
 from trajpack.packing.conversion import INT32_MAX
+from trajpack.packing.text import one_line
 
+_logger = logging.getLogger(__name__)
 _MAX_BYTES = 2**20
 _HEALTH_S = 10.0
+_GREETING_S = 1.0
+"""Wait for all servers at the beginning, so that the first one does not get all episodes."""
+_MAX_DOUBLINGS = 4
+_MAX_EPISODES = 2**16
+"""Episodes that are remembered: those that asked last."""
 
 
 class WeightUpdateError(RuntimeError):
     """Servers did not take new weights, a version, a pause or a resume; the message names them."""
 
 
-class Control:
-    """Administers all servers of an engine.
+class OutageError(ExchangeError):
+    """No server was healthy within the time limit."""
 
-    Args:
-        servers: Servers of the engine, with clients but without a handshake.
-        api: HTTP API of the servers.
-        options: Time limits.
-        version: Policy version of the servers' weights.
+
+@dataclass(frozen=True)
+class Orders:
+    """Administrative requests of one kind of server."""
+
+    set_version: Callable[[int], HTTPRequest]
+    get_version: HTTPRequest
+    """Its answer has the name of the weights as ``weight_version``."""
+    pause: Callable[[bool], HTTPRequest]
+    """The argument says whether requests in flight end."""
+    resume: HTTPRequest
+
+
+@dataclass(eq=False)
+class Server:
+    """State of one server."""
+
+    address: Address
+    slots: asyncio.Semaphore
+    """Held by requests for samples; administrative requests need none."""
+    num_in_flight: int = 0
+    num_failures: int = 0
+    """Consecutive failures."""
+    last_request: int = 0
+    """Number of its last request among those of all servers."""
+    is_healthy: bool = False
+    is_behind: bool = False
+    """Whether its weights are not the engine's; cleared by the next weight update."""
+    told_version: int | None = None
+    """Version that it last acknowledged; None if it has no such endpoint."""
+    has_fallen_back: bool = False
+    """Whether it lacks the first of two endpoints for samples."""
+    model: str | None = None
+    error: str = "no answer yet"
+    """Why it is not healthy."""
+    probe: asyncio.Task[None] | None = None
+
+    @property
+    def name(self) -> str:
+        """Host and port."""
+        return self.address.name
+
+    def check_version(self, told: int | None, name: object) -> None:
+        """Raise if a server that acknowledged a version names an older one: it was restarted."""
+        if told is None or told != self.told_version or not isinstance(name, str):
+            return
+        if not (is_number(name) and int(name[:20]) >= told):
+            self.is_behind = True
+            said = f"{self.name}: told of version {told}, it says {one_line(name)!r}"
+            raise ConnectionLostError(f"{said}: it seems to have been restarted; an update helps")
+
+
+@dataclass
+class Episode:
+    """What is remembered of an episode."""
+
+    server: Server | None = None
+    """Server that has its prefix in its cache."""
+    num_requests: int = 0
+
+
+class Control:
+    """Chooses servers for requests, and administers them.
+
+    A request goes to the server of its episode, which has the prefix in its cache, else to the
+    healthy one with the fewest requests in flight. A failing server leaves the rotation, is probed,
+    and returns once it is healthy.
     """
 
     def __init__(
-        self, servers: list[Server], api: ServerAPI, options: ServerOptions, *, version: int
+        self, addresses: Sequence[Address], orders: Orders, options: ServerOptions, version: int
     ) -> None:
+        slots = options.max_connections
+        self.servers = [Server(address, asyncio.Semaphore(slots)) for address in addresses]
+        self.client = Client(options)
         self.version = version
         """Policy version that the engine declares."""
-        self.gate = asyncio.Event()
-        """Set while requests for samples may be sent."""
-        self.gate.set()
-        self.router = Router(
-            servers, self.handshake, options.retries, time_limits=options.time_limits
-        )
-        """Rotation of the servers."""
-        self._api = api
+        self._orders = orders
         self._options = options
-        self._control_s = options.time_limits.control_s
+        self._episodes: dict[str, Episode] = {}
+        self._numbers = itertools.count()
+        self._has_paused = False
+        self._gate = asyncio.Event()  # set while requests for samples may be sent
+        self._gate.set()
+        self._healthy = asyncio.Event()  # set while a server is healthy
         self._updating = asyncio.Lock()
 
-    async def handshake(self, server: Server) -> None:
-        """Check the health of a server, and read its model.
+    async def start(self) -> None:
+        """Greet every server, and wait until one is healthy.
 
         Raises:
-            RetryableError: If it is not healthy, or has other weights than the engine declares.
-            RefusedError: If it refuses this client.
+            SetupError: If none is in time.
         """
-        if server.is_behind:
-            raise RetryableError("its weights are not the engine's; an update helps", server.name)
-        if server.is_paused and self.gate.is_set():
-            try:
-                await _send(server, self._api.resume(), _HEALTH_S)
-            except RefusedError as error:
-                if not error.is_absence:  # else it was restarted as another kind
-                    raise
-            server.is_paused = False
+        for server in self.servers:
+            self._start_probe(server, 0)
+        probes = [server.probe for server in self.servers if server.probe is not None]
+        limit_s = self._options.time_limits.start_s
+        await asyncio.wait(probes, timeout=min(limit_s, _GREETING_S))
         try:
-            await _send(server, HTTPRequest("/health", method="GET"), _HEALTH_S)
-        except RefusedError as error:
-            if not error.is_absence or error.status == 403:
-                raise
-        await self._check_acknowledged_version(server)
-        server.model = await _served_model(server)
+            await self._healthy_servers(limit_s)
+        except OutageError as error:
+            raise SetupError(str(error)) from None
 
-    async def _check_acknowledged_version(self, server: Server) -> None:
-        """Detect a server that was restarted, with the weights of its start."""
-        told = server.told_version
-        if told is None:
-            return
-        try:
-            body = await _send(server, self._api.get_version(), _HEALTH_S)
-            name = read_json(body)["weight_version"]
-        except (RefusedError, LookupError, TypeError, ValueError):
-            return  # it has no such endpoint; spans of its responses may tell
-        if server.told_version != told:
-            return  # an update came in between
-        if isinstance(name, str) and not (is_number(name) and int(name[:20]) >= told):
-            raise server.restart_error(told, name)
+    async def close(self) -> None:
+        """End all probes and close all connections."""
+        probes = [server.probe for server in self.servers if server.probe is not None]
+        for probe in probes:
+            probe.cancel()
+        await asyncio.gather(*probes, return_exceptions=True)
+        await self.client.close()
+
+    def episode(self, qid: str) -> Episode:
+        """Return what is remembered of an episode."""
+        episode = self._episodes[qid] = self._episodes.pop(qid, None) or Episode()
+        if len(self._episodes) > _MAX_EPISODES:
+            del self._episodes[next(iter(self._episodes))]
+        return episode
+
+    @contextlib.asynccontextmanager
+    async def lease(self, episode: Episode, avoided: Server | None) -> AsyncIterator[Server]:
+        """Wait for a healthy server with a free slot, outside of pauses, and hold the slot.
+
+        Args:
+            episode: Episode of the request.
+            avoided: Chosen only if no other is healthy, or the episode is there.
+
+        Raises:
+            OutageError: If no server is healthy within ``outage_s``.
+        """
+        while True:
+            await self._gate.wait()
+            server = episode.server
+            if server is None or not server.is_healthy:
+                healthy = await self._healthy_servers(self._options.time_limits.outage_s)
+                order = {
+                    one: (one is avoided, one.num_in_flight, one.last_request) for one in healthy
+                }
+                server = episode.server = min(healthy, key=order.__getitem__)
+            server.num_in_flight += 1
+            server.last_request = next(self._numbers)
+            try:
+                async with server.slots:
+                    # a pause may have begun, or the server have failed, during the wait
+                    if self._gate.is_set() and server.is_healthy:
+                        yield server
+                        return
+            finally:
+                server.num_in_flight -= 1
+
+    def report_failure(self, server: Server, error: ExchangeError) -> None:
+        """Count a failure; take the server out of rotation after a lost connection or several."""
+        if not server.is_healthy:
+            return  # the end of a server fails all of its requests, and counts once
+        server.num_failures += 1
+        retries = self._options.retries
+        too_many = server.num_failures - retries.max_failures
+        if too_many >= 0:
+            self.rest(server, error, retries.rest_s * 2 ** min(too_many, _MAX_DOUBLINGS))
+        elif isinstance(error, ConnectionLostError):
+            self.rest(server, error)
+
+    def rest(self, server: Server, error: ExchangeError, wait_s: float = 0) -> None:
+        """Take a server out of rotation; probe it after ``wait_s``."""
+        server.error = str(error)
+        if server.is_healthy:
+            server.is_healthy = False
+            _logger.warning("out of rotation: %s", one_line(error))
+        if not any(server.is_healthy for server in self.servers):
+            self._healthy.clear()
+        self._start_probe(server, wait_s)
 
     async def update(
         self, request: HTTPRequest, version: int, *, is_label_only: bool = False
@@ -104,121 +223,142 @@ class Control:
         async with self._updating:
             lowest = self.version if is_label_only else self.version + 1
             if not lowest <= version <= INT32_MAX:
-                raise ValueError(
-                    f"version must be in [{lowest}, {INT32_MAX}], got {version}: the engine's is "
-                    f"{self.version}"
-                )
-            servers = self.router.servers
-            failed = await _send_all(servers, lambda server: self._update_one(server, request))
-            for server in servers:
+                raise ValueError(f"version must be in [{lowest}, {INT32_MAX}], got {version}")
+            failed = await self._order(self.servers, request)
+            for server in self.servers:
                 error = failed.get(server)
-                is_absent = isinstance(error, RefusedError) and error.is_absence
-                if error is None or (is_absent and is_label_only):
+                if error is None or (is_label_only and _is_absence(error)):
                     server.is_behind = False
                     server.told_version = version if error is None else None
                     failed.pop(server, None)
-            if len(failed) == len(servers):
+            if len(failed) == len(self.servers):
                 raise WeightUpdateError(f"version {version} reached no server: {_join(failed)}")
             self.version = version
             for server, error in failed.items():
                 server.is_behind = True  # its tokens would be labelled newer than they are
-                self.router.mark_unhealthy(server, str(error))
-
-    async def _update_one(self, server: Server, request: HTTPRequest) -> None:
-        """Update one server, or raise the error that its response reports."""
-        body = await _send(server, request, self._control_s)
-        try:
-            answer = read_json(body) if body else None
-        except ValueError:
-            return
-        if isinstance(answer, dict) and answer.get("success") is False:
-            message = answer.get("message")
-            detail = quote_body(message if isinstance(message, str) else "success: false")
-            raise ExchangeError(f"it said: {detail}", server.name)
+                self.rest(server, error)
 
     async def pause(self, *, interrupt: bool) -> None:
         """Pause all healthy servers, and hold back new requests."""
-        self.gate.clear()
-        servers = [server for server in self.router.servers if server.is_healthy]
-        for server in servers:
-            server.is_paused = True  # also if the response gets lost
-        if failures := await self._order(servers, self._api.pause(interrupt=interrupt)):
-            for server, error in failures.items():
-                server.is_paused = not isinstance(error, RefusedError)
+        self._gate.clear()
+        self._has_paused = True
+        servers = [server for server in self.servers if server.is_healthy]
+        if failed := await self._order(servers, self._orders.pause(interrupt)):
             with contextlib.suppress(WeightUpdateError):
                 await self.resume()
-            raise WeightUpdateError(f"no pause: {_join(failures)}")
+            raise WeightUpdateError(f"no pause: {_join(failed)}")
 
     async def resume(self) -> None:
-        """Resume all healthy servers; the others are resumed by their next handshake."""
-        servers = [server for server in self.router.servers if server.is_healthy]
+        """Resume all healthy servers; the others are resumed when they are greeted."""
+        servers = [server for server in self.servers if server.is_healthy]
         try:
-            failures = await self._order(servers, self._api.resume())
-            for server in servers:
-                server.is_paused = server.is_paused and server in failures
+            failed = await self._order(servers, self._orders.resume)
         finally:
-            self.gate.set()
-            for server in self.router.servers:
-                if server.is_paused and server.is_healthy:
-                    self.router.mark_unhealthy(server, "it may be paused still")
-        if failures:
-            raise WeightUpdateError(f"did not resume: {_join(failures)}")
+            self._gate.set()
+        for server, error in failed.items():
+            if not _is_absence(error):  # else it cannot have paused
+                self.rest(server, error)
+        if failed:
+            raise WeightUpdateError(f"did not resume: {_join(failed)}")
 
     async def _order(
-        self, servers: list[Server], request: HTTPRequest
+        self, servers: Sequence[Server], request: HTTPRequest
     ) -> dict[Server, ExchangeError]:
-        """Send a request to servers; return failures, and mark servers unhealthy that lost it."""
-        failed = await _send_all(servers, lambda server: _send(server, request, self._control_s))
-        for server, error in failed.items():
-            if isinstance(error, RetryableError):
-                self.router.mark_unhealthy(server, str(error))
+        """Send a request to servers at once, and return the failures."""
+        control_s = self._options.time_limits.control_s
+        sent = (self._send(server, request, control_s) for server in servers)
+        outcomes = await asyncio.gather(*sent, return_exceptions=True)
+        failed: dict[Server, ExchangeError] = {}
+        for server, outcome in zip(servers, outcomes, strict=True):
+            if isinstance(outcome, ExchangeError):
+                failed[server] = outcome
+            elif isinstance(outcome, BaseException):
+                raise outcome
+            elif _part(outcome, "success") is False:
+                said = one_line(outcome.decode(errors="replace"))
+                failed[server] = ExchangeError(f"{server.name}: it said {said}")
         return failed
 
+    async def _send(self, server: Server, request: HTTPRequest, timeout_s: float) -> bytes:
+        return await self.client.send(
+            server.address, request, max_bytes=_MAX_BYTES, timeout_s=timeout_s
+        )
 
-async def _send(server: Server, request: HTTPRequest, seconds: float) -> bytes:
-    return await server.client.send(request, max_bytes=_MAX_BYTES, timeout_s=seconds)
+    async def _healthy_servers(self, limit_s: float) -> list[Server]:
+        """Wait until servers are healthy, and return them."""
+        try:
+            async with asyncio.timeout(limit_s):
+                while not (healthy := [server for server in self.servers if server.is_healthy]):
+                    await self._healthy.wait()
+                return healthy
+        except TimeoutError:
+            errors = "; ".join(server.error for server in self.servers)
+            raise OutageError(f"no server is healthy after {limit_s:g} s: {errors}") from None
+
+    def _start_probe(self, server: Server, wait_s: float) -> None:
+        if server.probe is None or server.probe.done():
+            server.probe = asyncio.create_task(self._probe(server, wait_s))
+
+    async def _probe(self, server: Server, wait_s: float) -> None:
+        """Greet a server, with growing pauses, until it is healthy."""
+        next_s = rest_s = self._options.retries.rest_s
+        while not server.is_healthy:
+            await asyncio.sleep(wait_s)
+            wait_s, next_s = next_s, min(2 * next_s, 2**_MAX_DOUBLINGS * rest_s)
+            try:
+                await self._greet(server)
+            except ExchangeError as error:
+                if server.error != str(error):
+                    _logger.warning("not healthy: %s", one_line(error))
+                server.error = str(error)
+
+    async def _greet(self, server: Server) -> None:
+        """Put a server into rotation that is well, has resumed and has the engine's weights."""
+        if self._has_paused and self._gate.is_set():
+            await self._ask(server, self._orders.resume)
+        await self._ask(server, HTTPRequest("/health", method="GET"))
+        if (told := server.told_version) is not None:
+            answer = await self._ask(server, self._orders.get_version)
+            server.check_version(told, _part(answer, "weight_version"))
+        models = await self._ask(server, HTTPRequest("/v1/models", method="GET"))
+        model = _part(models, "data", 0, "id")
+        server.model = model if isinstance(model, str) else None
+        if server.is_behind:
+            raise RetryableError(
+                f"{server.name}: its weights are not the engine's; an update helps"
+            )
+        server.is_healthy = True
+        self._healthy.set()
+
+    async def _ask(self, server: Server, request: HTTPRequest) -> bytes:
+        """Return the body of the answer, empty if the server does not have the endpoint."""
+        try:
+            return await self._send(server, request, _HEALTH_S)
+        except RefusedError as error:
+            if not error.is_absence:
+                raise
+            return b""
 
 
-async def _send_all(
-    servers: Sequence[Server], send: Callable[[Server], Awaitable[object]]
-) -> dict[Server, ExchangeError]:
-    """Send to all servers at once, and return the failures."""
-    outcomes = await asyncio.gather(*map(send, servers), return_exceptions=True)
-    failed = {}
-    for server, outcome in zip(servers, outcomes, strict=True):
-        if isinstance(outcome, ExchangeError):
-            failed[server] = outcome
-        elif isinstance(outcome, BaseException):
-            raise outcome
-    return failed
+def is_number(name: str) -> bool:
+    """Return whether the name of a version is a decimal number: a policy version."""
+    return name.isascii() and name.isdecimal()
 
 
-async def _served_model(server: Server) -> str | None:
+def _part(body: bytes, *path: str | int) -> Any:
+    """Return a part of a JSON body; None if it does not have that."""
     try:
-        body = await _send(server, HTTPRequest("/v1/models", method="GET"), _HEALTH_S)
-        name = read_json(body)["data"][0]["id"]
-    except RefusedError as error:
-        if error.status == 401:  # its health is public, its samples are not
-            raise
+        part = json.loads(body)
+        for step in path:
+            part = part[step]
+    except (LookupError, TypeError, ValueError, RecursionError):
         return None
-    except (LookupError, TypeError, ValueError):
-        return None
-    return name if isinstance(name, str) else None
+    return part
 
 
-def read_json(body: bytes) -> Any:
-    """Parse a short body.
-
-    Raises:
-        ValueError: If it is not JSON.
-    """
-    import msgspec
-
-    try:
-        return msgspec.json.decode(body)
-    except RecursionError:
-        raise ValueError("JSON nested too deep") from None
+def _is_absence(error: ExchangeError) -> bool:
+    return isinstance(error, RefusedError) and error.is_absence
 
 
 def _join(failures: dict[Server, ExchangeError]) -> str:
-    return "; ".join(error.named for error in failures.values())
+    return "; ".join(map(str, failures.values()))

@@ -8,6 +8,8 @@ from typing import Literal, TypeAlias
 
 LogprobSemantics: TypeAlias = Literal["raw", "processed"]
 """Log-probabilities before temperature and filters, or after."""
+MissingLogprobs: TypeAlias = Literal["zero", "mark", "refuse"]
+"""What becomes of a token without a log-probability."""
 
 
 def _require_positive(owner: object, *names: str) -> None:
@@ -24,7 +26,7 @@ def _require_positive(owner: object, *names: str) -> None:
 
 @dataclass(frozen=True)
 class TimeLimits:
-    """Time limits in seconds.
+    """Time limits in seconds, each above 0.
 
     Attributes:
         connect_s: For opening a connection.
@@ -33,10 +35,6 @@ class TimeLimits:
         outage_s: For a healthy server, while there is none: long enough to restart one.
         start_s: For the first healthy server, when the engine is entered.
         control_s: For an administrative request: a weight update, a pause.
-
-    Raises:
-        TypeError: If one is not a number.
-        ValueError: If one is not above 0.
     """
 
     connect_s: float = 5.0
@@ -52,31 +50,20 @@ class TimeLimits:
 
 @dataclass(frozen=True)
 class RetryLimits:
-    """Number of retries, and the pauses between them.
-
-    Retried are requests whose server could not be reached, answered 408, 425, 429, 500, 502, 503
-    or 504, was too slow, or died before its last byte. Other failures would repeat.
+    """Number of retries, and the pauses between them, each above 0.
 
     Attributes:
         max_attempts: Requests for one response, the first included.
-        wait_initial_s: Pause before the second attempt; doubles with each attempt, with random
-            jitter.
-        wait_max_s: Longest pause without jitter, also if a server asks for a longer one
-            (``Retry-After``).
-        max_idle_resumes: Consecutive resumptions of an interrupted generation without a new token.
-        rest_s: Pause before a failed server is probed; doubles up to 16 times this.
+        wait_initial_s: Pause before the second attempt; doubles with each attempt, with jitter.
+        wait_max_s: Longest pause without jitter.
+        rest_s: Pause before a failed server is probed again; doubles up to 16 times this.
         max_failures: Consecutive failures, other than of a connection, that take a server out of
-            rotation. Each further one before its next success does so again, for longer.
-
-    Raises:
-        TypeError: If one is not a number, or a count not an integer.
-        ValueError: If one is not above 0.
+            rotation.
     """
 
     max_attempts: int = 6
     wait_initial_s: float = 0.2
     wait_max_s: float = 10.0
-    max_idle_resumes: int = 20
     rest_s: float = 1.0
     max_failures: int = 3
 
@@ -89,9 +76,8 @@ class ServerOptions:
     """Options of an engine that uses servers.
 
     Attributes:
-        token: Sent as ``Authorization: Bearer``; never shown or logged.
-        ca_file: File of certificates that verify ``https`` servers; ``None`` takes those of the
-            system.
+        token: Sent as ``Authorization: Bearer``; not shown.
+        ca_file: File of certificates that verify ``https`` servers; ``None`` takes the system's.
         max_connections: Requests in flight on one server; others wait. About the concurrency of the
             runner.
         time_limits: Time limits.
@@ -99,11 +85,14 @@ class ServerOptions:
         vocab_size: Upper bound (exclusive) of token ids in requests and responses.
         max_request_tokens: Limit of prompt plus completion tokens; longer requests are refused
             unsent.
-        max_response_bytes: Limit of a response in bytes; lower if few tokens were asked for.
+        max_response_bytes: Limit of a response in bytes.
         logprobs: Semantics of the servers' log-probabilities. ``None`` is the default of the kind
             of server.
         allow_other_logprobs: Whether to send a request whose log-probabilities will not be those of
             the distribution that it is sampled from.
+        missing_logprobs: Treatment of a token without a log-probability, as vLLM may leave it where
+            it is close to 0. ``"zero"`` takes 0, with one warning; ``"mark"`` also gives each
+            completion the field ``logprob_missing``, a bool a token; ``"refuse"`` is an error.
         seed: Seed from which each request's seed is derived, with the episode and the number of the
             request; ``None`` leaves sampling to the servers.
         routed_experts: Layers with experts of the model, and experts of a token, to have each
@@ -125,6 +114,7 @@ class ServerOptions:
     max_response_bytes: int = 64 * 2**20
     logprobs: LogprobSemantics | None = None
     allow_other_logprobs: bool = False
+    missing_logprobs: MissingLogprobs = "zero"
     seed: int | None = None
     routed_experts: tuple[int, int] | None = None
 
@@ -133,23 +123,20 @@ class ServerOptions:
         for name in ("vocab_size", "max_request_tokens"):
             if getattr(self, name) is not None:
                 _require_positive(self, name)
-        if self.logprobs not in ("raw", "processed", None):
-            raise ValueError(f"logprobs must be 'raw', 'processed' or None, got {self.logprobs!r}")
+        words = {
+            "logprobs": ("raw", "processed", None),
+            "missing_logprobs": ("zero", "mark", "refuse"),
+        }
+        for name, known in words.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
         routes = self.routed_experts
-        if routes is not None and (
-            not isinstance(routes, tuple)
-            or len(routes) != 2
-            or not all(type(size) is int and size > 0 for size in routes)
-        ):
+        if routes is not None and [type(size) is int and size > 0 for size in routes] != [True] * 2:
             raise ValueError(f"routed_experts must be (layers, experts of a token), got {routes!r}")
-        token = self.token
-        if not isinstance(token, str | None):
-            raise TypeError(f"token must be a string, got {type(token).__name__}")
         if not isinstance(self.seed, Integral | None):
             raise TypeError(f"seed must be an integer, got {type(self.seed).__name__}")
-        if token is not None and not (token and token.isascii() and token.isprintable()):
-            raise ValueError("token must be printable ASCII and not empty")
+        if self.token is not None and not (self.token.isascii() and self.token.isprintable()):
+            raise ValueError("token must be printable ASCII")
 
 
 DEFAULT_OPTIONS = ServerOptions()
-"""Default options."""

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from trajpack.agent.servers.api import NEUTRAL, SampleRequest
+from trajpack.agent.protocols import SamplingParams
 from trajpack.agent.servers.client import HTTPRequest, RefusedError
+from trajpack.agent.servers.control import Orders, Server
 from trajpack.agent.servers.engine import ServerEngine
-from trajpack.agent.servers.engine_response import (
-    EngineResponse,
-    ResponseLimits,
-    read_vllm_response,
-)
-from trajpack.agent.servers.options import DEFAULT_OPTIONS, LogprobSemantics, ServerOptions
-from trajpack.agent.servers.routing import Server
+from trajpack.agent.servers.engine_response import read_vllm_response
+from trajpack.agent.servers.options import DEFAULT_OPTIONS, ServerOptions
 
 VLLMEndpoint: TypeAlias = Literal["generate", "completions"]
 
@@ -49,6 +44,18 @@ class VLLMEngine(ServerEngine):
         0
     """
 
+    _read = staticmethod(read_vllm_response)
+    _default_logprobs = "raw"
+    _filters_are_processed = True
+    _orders = Orders(
+        set_version=lambda version: HTTPRequest(
+            "/update_weight_version", {"new_version": str(version)}
+        ),
+        get_version=HTTPRequest("/weight_info", method="GET"),
+        pause=lambda interrupt: HTTPRequest(f"/pause?mode={'abort' if interrupt else 'keep'}"),
+        resume=HTTPRequest("/resume"),
+    )
+
     def __init__(
         self,
         urls: str | Sequence[str],
@@ -61,88 +68,30 @@ class VLLMEngine(ServerEngine):
             raise ValueError(
                 f"endpoint must be 'generate', 'completions' or None, got {endpoint!r}"
             )
-        super().__init__(urls, VLLMServerAPI(endpoint), options, version=version)
+        super().__init__(urls, options=options, version=version)
+        self._endpoint = endpoint
 
-
-@dataclass(frozen=True)
-class VLLMServerAPI:
-    """vLLM's ``/inference/v1/generate`` and ``/v1/completions``.
-
-    Source: the documentation of vLLM, and responses recorded from vLLM 0.32.
-    """
-
-    endpoint: VLLMEndpoint | None = None
-    """Endpoint of all servers; ``None`` detects it for each."""
-    default_logprobs: LogprobSemantics = "raw"
-    """``--logprobs-mode processed_logprobs`` changes it."""
-    filters_are_processed: bool = True
-    """Processed log-probabilities are those after top-k and top-p."""
-
-    def write_sample(self, server: Server, sample: SampleRequest) -> HTTPRequest:
-        """Return the request for a sample with the log-probability of each of its tokens."""
-        params = sample.params
-        sampling: dict[str, Any] = {
-            "max_tokens": params.max_new_tokens,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "top_k": params.top_k,  # 0 takes all
-            "logprobs": 0,
-            **NEUTRAL,
-        }
-        if params.stop:
-            sampling["stop"] = list(params.stop)
-            sampling["include_stop_str_in_output"] = True
-        if params.stop_token_ids:
-            sampling["stop_token_ids"] = list(params.stop_token_ids)
-        if sample.seed is not None:
-            sampling["seed"] = sample.seed
-        return self._request(server, sample.request_id, sample.token_ids, sampling=sampling)
-
-    def read_sample(self, body: bytes, limits: ResponseLimits) -> EngineResponse:
-        """Parse the response of either endpoint."""
-        return read_vllm_response(body, limits)
-
-    def use_fallback(self, server: Server, error: RefusedError) -> bool:
-        """Switch a server without ``/inference/v1/generate`` to ``/v1/completions``."""
-        if self._is_completions(server) or self.endpoint or not error.is_absence:
-            return False
-        server.endpoint = "completions"
-        return True
-
-    def abort(self, server: Server, request_id: str) -> HTTPRequest | None:
-        """Return the abort request; ``/v1/completions`` aborts when the connection is closed."""
-        if self._is_completions(server):
-            return None
-        names = [f"generate-tokens-{request_id}"]
-        return HTTPRequest("/inference/v1/abort_requests", {"request_ids": names})
-
-    def set_version(self, version: int) -> HTTPRequest:
-        """Return the request that names the weights, for servers in development mode."""
-        return HTTPRequest("/update_weight_version", {"new_version": str(version)})
-
-    def get_version(self) -> HTTPRequest:
-        """Return the request for the name of the weights, for servers in development mode."""
-        return HTTPRequest("/weight_info", method="GET")
-
-    def pause(self, *, interrupt: bool) -> HTTPRequest:
-        """Return the pause request, for servers in development mode."""
-        return HTTPRequest(f"/pause?mode={'abort' if interrupt else 'keep'}")
-
-    def resume(self) -> HTTPRequest:
-        """Return the resume request."""
-        return HTTPRequest("/resume")
-
-    def _is_completions(self, server: Server) -> bool:
-        return (self.endpoint or server.endpoint) == "completions"
-
-    def _request(
-        self, server: Server, request_id: str, token_ids: list[int], *, sampling: dict[str, Any]
+    def _write(
+        self, server: Server, token_ids: list[int], params: SamplingParams, seed: int | None
     ) -> HTTPRequest:
+        sampling = self._sampling(
+            params,
+            max_tokens=params.max_new_tokens,
+            top_k=params.top_k,  # 0 takes all
+            logprobs=0,
+            seed=seed,
+            include_stop_str_in_output=True if params.stop else None,
+        )
         payload: dict[str, Any] = {} if server.model is None else {"model": server.model}
-        if self._is_completions(server):
-            # without this, two tokens of the same text would count as one
+        if self._endpoint == "completions" or server.has_fallen_back:
+            # as ids, or two tokens of the same text would count as one
             payload |= {"return_tokens_as_token_ids": True, "return_token_ids": True}
-            payload |= {"request_id": request_id, "prompt": token_ids, **sampling}
-            return HTTPRequest("/v1/completions", payload)
-        payload |= {"request_id": request_id, "token_ids": token_ids, "sampling_params": sampling}
+            return HTTPRequest("/v1/completions", payload | {"prompt": token_ids, **sampling})
+        payload |= {"token_ids": token_ids, "sampling_params": sampling}
         return HTTPRequest("/inference/v1/generate", payload)
+
+    def _falls_back(self, server: Server, error: RefusedError) -> bool:
+        if self._endpoint or server.has_fallen_back or not error.is_absence:
+            return False
+        server.has_fallen_back = True
+        return True

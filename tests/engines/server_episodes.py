@@ -7,15 +7,13 @@ import contextlib
 import itertools
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.engines.vllm_server import RunningServer, TinyModel
-from tests.support.replies import Reply, reply_of
-from trajpack.agent.protocols import GenerationOutput
+from trajpack.agent.protocols import GenerationOutput, GenerationRequest, SamplingParams
 from trajpack.agent.servers.vllm import VLLMEngine
 
 NEAR = 1e-4
@@ -24,35 +22,18 @@ _SOON_S = 60.0
 _qids = map("episode-{}".format, itertools.count())
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """What an agent may ask for, stop tokens included."""
-
-    max_new_tokens: int = 16
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    stop_token_ids: tuple[int, ...] = ()
+LONG = SamplingParams(max_new_tokens=450)
 
 
-LONG = Sampling(max_new_tokens=450)
-
-
-async def ask(engine: VLLMEngine, prompt: Sequence[int], sampling: Sampling) -> Reply:
-    """Return the reply to one request, in an episode of its own."""
-    reply: Reply = await reply_of(engine, next(_qids), prompt, sampling)
-    return reply
-
-
-async def sample(engine: VLLMEngine, prompt: Sequence[int], sampling: Sampling) -> GenerationOutput:
-    """Return the completion of a prompt."""
-    reply = await ask(engine, prompt, sampling)
-    assert isinstance(reply, GenerationOutput), reply
-    return reply
+async def sample(
+    engine: VLLMEngine, prompt: Sequence[int], sampling: SamplingParams
+) -> GenerationOutput:
+    """Return the completion of a prompt, in an episode of its own."""
+    return await engine.generate(GenerationRequest(next(_qids), prompt, sampling))
 
 
 async def sample_many(
-    engine: VLLMEngine, prompts: Sequence[Sequence[int]], sampling: Sampling
+    engine: VLLMEngine, prompts: Sequence[Sequence[int]], sampling: SamplingParams
 ) -> list[GenerationOutput]:
     """Return the completions of prompts that are all in flight at once."""
     return list(await asyncio.gather(*(sample(engine, prompt, sampling) for prompt in prompts)))

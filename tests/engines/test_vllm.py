@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from tests.engines import server_episodes as episodes
-from tests.engines.server_episodes import NEAR, Sampling
+from tests.engines.server_episodes import NEAR
 from tests.engines.vllm_server import RunningServer, TinyModel
-from tests.support.replies import reply_of
 from trajpack.agent.errors import RequestRefusedError
-from trajpack.agent.protocols import GenerationOutput
+from trajpack.agent.protocols import GenerationOutput, GenerationRequest, SamplingParams
 from trajpack.agent.servers.options import ServerOptions
 from trajpack.agent.servers.vllm import VLLMEngine
 
@@ -27,7 +26,7 @@ def test_logprobs_are_those_of_a_full_forward_pass(
 ) -> None:
     async def collect() -> list[GenerationOutput]:
         async with VLLMEngine(server.url, endpoint=endpoint) as engine:
-            return await episodes.sample_many(engine, PROMPTS * 4, Sampling(24))
+            return await episodes.sample_many(engine, PROMPTS * 4, SamplingParams(24))
 
     outputs = asyncio.run(collect())
     worst = max(episodes.distance(tiny, output) for output in outputs)
@@ -48,7 +47,9 @@ def test_a_stop_token_ends_the_completion_and_belongs_to_it(
 
     async def collect() -> list[GenerationOutput]:
         async with VLLMEngine(server.url, endpoint=endpoint) as engine:
-            return await episodes.sample_many(engine, PROMPTS, Sampling(200, stop_token_ids=stops))
+            return await episodes.sample_many(
+                engine, PROMPTS, SamplingParams(200, stop_token_ids=stops)
+            )
 
     for output in asyncio.run(collect()):
         *before, last = output.output_ids
@@ -58,46 +59,63 @@ def test_a_stop_token_ends_the_completion_and_belongs_to_it(
         assert episodes.distance(tiny, output) < NEAR
 
 
+@both_endpoints
+def test_a_text_ends_the_completion_with_the_token_that_completes_it(
+    server: RunningServer, tiny: TinyModel, endpoint: Any
+) -> None:
+    async def collect() -> list[GenerationOutput]:
+        options = ServerOptions(seed=3)
+        async with VLLMEngine(server.url, endpoint=endpoint, options=options) as engine:
+            sampling = SamplingParams(200, stop=("e", "t"))
+            return await episodes.sample_many(engine, PROMPTS, sampling)
+
+    for output in asyncio.run(collect()):
+        *before, last = output.output_ids
+        text = tiny.tokenizer.decode([*before, last])
+        if output.stop_reason == "stop" and last != tiny.tokenizer.eos_token_id:
+            assert not set("et") & set(tiny.tokenizer.decode(before))
+            assert set("et") & set(text)
+            assert not output.no_eos
+        assert episodes.distance(tiny, output) < NEAR
+
+
 def test_what_raw_logprobs_do_not_fit_is_refused(server: RunningServer, tiny: TinyModel) -> None:
-    async def collect(sampling: Sampling, *, allow: bool) -> Any:
+    async def collect(sampling: SamplingParams, *, allow: bool) -> GenerationOutput:
         options = ServerOptions(allow_other_logprobs=allow)
         async with VLLMEngine(server.url, options=options) as engine:
-            return await episodes.ask(engine, PROMPTS[0], sampling)
+            return await episodes.sample(engine, PROMPTS[0], sampling)
 
-    refusal = asyncio.run(collect(Sampling(temperature=0.25), allow=False))
-    assert isinstance(refusal, RequestRefusedError)
-    assert "temperature 0.25" in str(refusal)
-    output = asyncio.run(collect(Sampling(temperature=0.25), allow=True))
+    with pytest.raises(RequestRefusedError, match=r"temperature 0\.25"):
+        asyncio.run(collect(SamplingParams(temperature=0.25), allow=False))
+    output = asyncio.run(collect(SamplingParams(temperature=0.25), allow=True))
     assert episodes.distance(tiny, output) < NEAR
     assert episodes.distance(tiny, output, temperature=0.25) > 0.1  # the two are not close
-    assert isinstance(asyncio.run(collect(Sampling(), allow=False)), GenerationOutput)
+    asyncio.run(collect(SamplingParams(), allow=False))
 
 
 @both_endpoints
 def test_what_can_never_be_honoured_is_refused(server: RunningServer, endpoint: Any) -> None:
     async def collect(prompt: list[int]) -> Any:
         async with VLLMEngine(server.url, endpoint=endpoint) as engine:
-            return await episodes.ask(engine, prompt, Sampling())
+            return await episodes.sample(engine, prompt, SamplingParams())
 
     for prompt, words in (([5, 21_999], "out of vocabulary"), ([5] * 600, "512")):
-        refusal = asyncio.run(collect(prompt))
-        assert isinstance(refusal, RequestRefusedError), refusal
-        assert words in str(refusal)
+        with pytest.raises(RequestRefusedError, match=words):
+            asyncio.run(collect(prompt))
 
 
 def test_the_same_seed_draws_the_same_tokens(server: RunningServer) -> None:
     async def collect(seed: int) -> list[int]:
         async with VLLMEngine(server.url, options=ServerOptions(seed=seed)) as engine:
-            reply = await reply_of(engine, "q@0", PROMPTS[0], Sampling(32))
-            assert isinstance(reply, GenerationOutput)
-            return list(reply.output_ids)
+            request = GenerationRequest("q@0", PROMPTS[0], SamplingParams(32))
+            return list((await engine.generate(request)).output_ids)
 
     assert asyncio.run(collect(1)) == asyncio.run(collect(1))
     assert asyncio.run(collect(1)) != asyncio.run(collect(2))
 
 
 @both_endpoints
-def test_closing_an_episode_frees_the_server(
+def test_a_cancelled_call_frees_the_server(
     server: RunningServer, figure: Callable[[str], None], endpoint: Any
 ) -> None:
     async def close() -> float:

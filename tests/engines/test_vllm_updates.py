@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.engines import server_episodes as episodes
-from tests.engines.server_episodes import NEAR, Sampling
+from tests.engines.server_episodes import NEAR
 from tests.engines.vllm_server import MAX_MODEL_LEN, RunningServer, TinyModel
 from trajpack.agent.agents.math_multi_turn import MathMultiTurnAgent
 from trajpack.agent.environments.math_verify import MathVerifyEnvironment
@@ -41,7 +41,7 @@ def test_each_token_has_the_version_that_sampled_it(
                     # on a busy machine they may all have ended before this arrives
                     await engine.set_version(engine.version + 1)
                     during = list(await asyncio.gather(*begun))
-            return [*during, await episodes.sample(engine, [5], Sampling())]
+            return [*during, await episodes.sample(engine, [5], SamplingParams())]
 
     *during, after = asyncio.run(collect())
     new = after.version_end
@@ -65,15 +65,16 @@ def test_a_server_that_has_forgotten_its_version_is_found_out(server: RunningSer
     async def collect() -> None:
         async with VLLMEngine(server.url, version=9) as engine:
             await engine.set_version(10)
-            assert engine._control is not None
-            (one,) = engine._control.router.servers
-            await engine._control.handshake(one)
+            control = engine._control
+            assert control is not None
+            (one,) = control.servers
+            await control._greet(one)
             forget = HTTPRequest("/update_weight_version", {"new_version": "default"})
-            await one.client.send(forget, max_bytes=1000, timeout_s=60)
-            with pytest.raises(RetryableError, match="told of version 10, it says: 'default'"):
-                await engine._control.handshake(one)
+            await control.client.send(one.address, forget, max_bytes=1000, timeout_s=60)
+            with pytest.raises(RetryableError, match="told of version 10, it says 'default'"):
+                await control._greet(one)
             await engine.set_version(11)
-            await engine._control.handshake(one)
+            await control._greet(one)
 
     asyncio.run(collect())
 
@@ -113,7 +114,7 @@ def test_a_pause_that_keeps_requests_does_not_disturb_them(
             episodes.long_ones(engine, server, 4) as begun,
         ):
             await engine.pause()
-            late = asyncio.create_task(episodes.sample(engine, [5], Sampling()))
+            late = asyncio.create_task(episodes.sample(engine, [5], SamplingParams()))
             still = server.metric("vllm:generation_tokens_total")
             await asyncio.sleep(0.3)  # time in which tokens would come
             assert server.metric("vllm:generation_tokens_total") == still

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.engines import server_episodes as episodes
-from tests.engines.server_episodes import NEAR, Sampling
+from tests.engines.server_episodes import NEAR
 from tests.engines.vllm_server import RunningServer, TinyModel
 from trajpack.agent.errors import RequestRefusedError
-from trajpack.agent.protocols import GenerationOutput
+from trajpack.agent.protocols import GenerationOutput, SamplingParams
 from trajpack.agent.servers.options import ServerOptions
 from trajpack.agent.servers.vllm import VLLMEngine
 
@@ -26,12 +26,12 @@ def test_processed_logprobs_are_those_of_the_endpoint_that_there_is(
     server: RunningServer, tiny: TinyModel, figure: Callable[[str], None]
 ) -> None:
     samplings = {
-        "temperature 0.5": (Sampling(temperature=0.5), {"temperature": 0.5}),
+        "temperature 0.5": (SamplingParams(temperature=0.5), {"temperature": 0.5}),
         "temperature 0.8, top_k 5": (
-            Sampling(temperature=0.8, top_k=5),
+            SamplingParams(temperature=0.8, top_k=5),
             {"temperature": 0.8, "top_k": 5},
         ),
-        "temperature 1": (Sampling(), {}),
+        "temperature 1": (SamplingParams(), {}),
     }
 
     async def collect() -> dict[str, list[GenerationOutput]]:
@@ -53,8 +53,7 @@ def test_processed_logprobs_are_those_of_the_endpoint_that_there_is(
 def test_the_missing_endpoint_is_missed_where_it_was_declared(server: RunningServer) -> None:
     async def collect() -> Any:
         async with VLLMEngine(server.url, endpoint="generate") as engine:
-            return await episodes.ask(engine, [5], Sampling())
+            return await episodes.sample(engine, [5], SamplingParams())
 
-    refusal = asyncio.run(collect())
-    assert isinstance(refusal, RequestRefusedError)
-    assert "/inference/v1/generate" in str(refusal)
+    with pytest.raises(RequestRefusedError, match="/inference/v1/generate"):
+        asyncio.run(collect())

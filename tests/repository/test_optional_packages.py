@@ -148,7 +148,7 @@ BEHIND = {
     "agent/ray/worker.py": "agent/ray/workers.py",
     "agent/rollout/workers.py": "agent/ray/cluster.py",
     "agent/servers/client.py": "agent/servers/engine.py",
-    "agent/servers/control.py": "agent/servers/engine.py",
+    "agent/servers/response_types.py": "agent/servers/engine_response.py",
     "agent/engines/transformers_batching.py": "agent/engines/transformers_engine.py",
 }
 """Files that are reached through another alone, which asks for the package."""

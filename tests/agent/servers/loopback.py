@@ -10,9 +10,8 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from tests.support.replies import Reply, reply_of
 from trajpack.agent.errors import GenerationError
-from trajpack.agent.protocols import GenerationOutput, SamplingParams
+from trajpack.agent.protocols import GenerationOutput, GenerationRequest, SamplingParams
 from trajpack.agent.servers.engine import ServerEngine
 from trajpack.agent.servers.options import RetryLimits, ServerOptions, TimeLimits
 
@@ -300,15 +299,18 @@ async def ask(
     qid: str = "a@0",
     prompt: Sequence[int] = (1, 2, 3),
     sampling: Any = EIGHT_TOKENS,
-) -> Reply:
-    """Ask once, as an episode that was never seen, and return errors."""
-    if engine._control is not None:
-        engine._control.router.forget(qid)
-    reply: Reply = await asyncio.wait_for(reply_of(engine, qid, prompt, sampling), 20)
-    return reply
+) -> GenerationOutput | GenerationError:
+    """Ask once, and return the error if there is one."""
+    try:
+        return await generate(engine, qid, prompt, sampling)
+    except GenerationError as error:
+        return error
 
 
-async def generate(engine: ServerEngine, *args: Any, **options: Any) -> GenerationOutput:
-    reply = await ask(engine, *args, **options)
-    assert not isinstance(reply, GenerationError), reply
-    return reply
+async def generate(
+    engine: ServerEngine,
+    qid: str = "a@0",
+    prompt: Sequence[int] = (1, 2, 3),
+    sampling: Any = EIGHT_TOKENS,
+) -> GenerationOutput:
+    return await asyncio.wait_for(engine.generate(GenerationRequest(qid, prompt, sampling)), 20)

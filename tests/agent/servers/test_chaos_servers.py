@@ -163,7 +163,7 @@ async def roll_out(engine_type: Any, server: Server) -> tuple[Counter[str], int]
     prompts = (Prompt(f"q{k}", [MARKS + k, ord("?")]) for k in range(NUM_EPISODES))
     async with AsyncExitStack() as stack:
         servers = [await stack.enter_async_context(MortalServer(server.say)) for _ in range(3)]
-        chosen = options(vocab_size=VOCABULARY_SIZE, time_limits=LIMITS)
+        chosen = options(vocab_size=VOCABULARY_SIZE, time_limits=LIMITS, missing_logprobs="refuse")
         engine = engine_type([one.url for one in servers], options=chosen)
         await stack.enter_async_context(engine)
         agent = chaos_agent(NUM_TURNS)

@@ -23,9 +23,9 @@ from tests.agent.servers.loopback import (
     until,
     vllm_body,
 )
-from tests.support.replies import asking
 from trajpack.agent.errors import RequestRefusedError
 from trajpack.agent.protocols import SamplingParams
+from trajpack.agent.servers.client import ExchangeError
 from trajpack.agent.servers.control import WeightUpdateError
 from trajpack.agent.servers.sglang import SGLangEngine
 from trajpack.agent.servers.vllm import VLLMEngine
@@ -113,7 +113,9 @@ def test_a_server_that_did_not_get_the_weights_gets_no_requests() -> None:
             Loopback(listening(say, UPDATE)) as good,
         ):
             async with SGLangEngine(bad.url, options=options()) as engine:
-                with pytest.raises(WeightUpdateError, match=r"no server.*said: 'no such\\nfolder'"):
+                with pytest.raises(
+                    WeightUpdateError, match=r"no server.*it said .*no such\\nfolder"
+                ):
                     await engine.update_weights_from_disk("/weights/1", 1)
                 assert engine.version == 0
                 await generate(engine)
@@ -126,7 +128,9 @@ def test_a_server_that_did_not_get_the_weights_gets_no_requests() -> None:
                 refusal.body = OK.body
                 await engine.update_weights_from_disk("/weights/2", 2)
                 while len(bad.draws) == 1:
-                    await asyncio.gather(*(generate(engine, str(k)) for k in range(4)))
+                    await asyncio.gather(
+                        *(generate(engine, f"{len(good.draws)} {k}") for k in range(2))
+                    )
 
     asyncio.run(body())
 
@@ -151,7 +155,7 @@ def test_a_server_that_forgot_its_version_was_started_anew(
             waiting = asyncio.create_task(generate(engine))
             await server.wait_for_draws(2)
             await asyncio.sleep(0.05)
-            assert "it seems to have been started anew" in caplog.text
+            assert "it seems to have been restarted" in caplog.text
             assert len(server.draws) == 2  # it answers, and is asked for nothing
             forgetful = False
             await engine.set_version(6)  # after the weights were brought there again
@@ -193,7 +197,7 @@ def test_a_pause_stops_servers_and_requests(
 def test_a_pause_that_fails_holds_nothing_up() -> None:
     async def body() -> None:
         async with serving(VLLMEngine, say_vllm) as (_, engine):
-            with pytest.raises(WeightUpdateError, match="status 404 on /pause"):
+            with pytest.raises(WeightUpdateError, match=r"/pause.*: status 404"):
                 await engine.pause()
             await generate(engine)
 
@@ -206,7 +210,7 @@ obey = listening(say_vllm, *ORDERS, "/update_weight_version")
 
 
 def the_server(engine: Any) -> Any:
-    (server,) = engine._control.router.servers
+    (server,) = engine._control.servers
     return server
 
 
@@ -244,17 +248,15 @@ def test_what_waits_for_its_turn_leaves_a_server_that_an_update_passed_by() -> N
             Loopback(listening(NEW, UPDATE)) as ahead,
             SGLangEngine([behind.url, ahead.url], options=one) as engine,
         ):
-            assert engine._control is not None
-            server = engine._control.router.servers[0]
             # both go to the first: the second is the same episode's
-            asked = [asking(engine, "a@0", [1], SamplingParams(4)) for _ in range(2)]
-            await until(lambda: server.num_in_flight == 2)
+            asked = [asyncio.create_task(generate(engine, prompt=[1])) for _ in range(2)]
+            await until(lambda: engine._control.servers[0].num_in_flight == 2)
             await behind.wait_for_draws(1)
             await engine.update_weights_from_disk("w", 1)
             gate.set()
-            versions = [(await asyncio.wait_for(one, 10)).version_end for one in asked]
+            versions = [output.version_end for output in await asyncio.gather(*asked)]
             assert (len(behind.draws), len(ahead.draws)) == (1, 1)
-            assert sorted(versions) == [0, 1]
+            assert versions == [0, 1]
 
     asyncio.run(body())
 
@@ -272,14 +274,13 @@ def test_a_server_that_was_away_at_the_resume_is_told_when_it_is_back(status: in
             await engine.pause()
             is_away = True
             with pytest.raises(
-                WeightUpdateError, match=rf"did not resume: .*status {status} o[nf] /resume"
+                WeightUpdateError, match=rf"did not resume: .*/resume: status {status}"
             ):
                 await engine.resume()
             asked = asyncio.create_task(generate(engine))
             await server.wait_for_more()
             is_away = False
             await asked
-            assert not the_server(engine).is_paused
             resumed = [asked.path for asked in server.asked].index("/inference/v1/generate")
             assert server.asked[resumed - 3].path == "/resume"
 
@@ -290,12 +291,13 @@ def test_a_server_that_rested_at_the_resume_is_told_when_it_is_well() -> None:
     async def body() -> None:
         async with serving(SGLangEngine, listening(say_sglang, *ORDERS)) as ((server,), engine):
             await engine.pause()
-            engine._control.router.mark_unhealthy(the_server(engine), "for a moment", 60)
+            resting = the_server(engine)
+            engine._control.rest(resting, ExchangeError("for a moment"), 60)
             await engine.resume()
             assert "/continue_generation" not in server.paths()
-            engine._control.router._probes[the_server(engine)].cancel()
+            resting.probe.cancel()
             await asyncio.sleep(0)
-            engine._control.router.mark_unhealthy(the_server(engine), "and back")
+            engine._control.rest(resting, ExchangeError("and back"))
             await generate(engine)
             assert server.paths()[-2:] == ["/continue_generation", "/generate"]
 
@@ -320,9 +322,9 @@ def test_an_update_that_passes_a_server_by_while_it_is_greeted_leaves_it_resting
             SGLangEngine([old.url, new.url], options=options()) as engine,
         ):
             assert engine._control is not None
-            server = engine._control.router.servers[0]
+            server = engine._control.servers[0]
             gate.clear()
-            engine._control.router.mark_unhealthy(server, "for a moment")
+            engine._control.rest(server, ExchangeError("for a moment"))
             await old.wait_for_more()  # its health is asked for
             await engine.update_weights_from_disk("w", 1)
             gate.set()
@@ -392,20 +394,13 @@ def test_a_connection_that_broke_is_no_new_start() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        *((answer, "") for answer in (Answer(503), Answer(429), Answer(raw=b""), Answer(302))),
-        *(
-            (Answer(body={"success": False, "message": message}), ".*it said: 'success: false'")
-            for message in ([[[1]]], None, {"a": 1})
-        ),
-    ],
+    "answer", [Answer(503), Answer(429), Answer(raw=b""), Answer(302), Answer(400)]
 )
-def test_an_update_is_ordered_once_and_may_fail_in_any_words(answer: Answer, words: str) -> None:
+def test_an_update_is_ordered_once(answer: Answer) -> None:
     async def body() -> None:
         say = listening(say_sglang, UPDATE, answer=answer)
         async with serving(SGLangEngine, say) as ((server,), engine):
-            with pytest.raises(WeightUpdateError, match=f"version 1 reached no server: 127{words}"):
+            with pytest.raises(WeightUpdateError, match="version 1 reached no server: 127"):
                 await engine.update_weights_from_disk("w", 1)
             await asyncio.sleep(0.05)  # longer than any pause between attempts
             assert server.paths() == [UPDATE]

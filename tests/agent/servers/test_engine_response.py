@@ -15,8 +15,8 @@ from hypothesis import given, settings, strategies as st
 
 from tests.agent.servers.loopback import encode, sglang_body
 from trajpack.agent.protocols import SamplingParams
+from trajpack.agent.servers.completion import Completion
 from trajpack.agent.servers.engine_response import (
-    Completion,
     ResponseLimits,
     read_sglang_response,
     read_vllm_response,
@@ -143,7 +143,7 @@ def test_sampling_masks_are_read_and_packed() -> None:
         completion.append(read(generate(weight_versions=None)), declared=7)
     more = masks([207], [8, 129], [])
     completion.append(read(generate(weight_versions=None, **more)), declared=7)
-    reply = completion.to_output()
+    reply = completion.to_output(marks_missing=False)
     field = TokenField("sampling_mask", torch.int32, ragged=True)
     turn = Turn(
         reply.prompt_ids,
@@ -158,24 +158,11 @@ def test_sampling_masks_are_read_and_packed() -> None:
     assert found.values.tolist() == [5, 207, 350, 207, 8, 129]
     same = [[5, 207], [], [350], [207], [8, 129], []]
     assert reply == replace(reply, fields={"sampling_mask": same})
-    assert reply not in (
-        replace(reply, fields=None),
-        replace(reply, fields={"sampling_mask": [[5]] * 6}),
-        replace(reply, fields={"another": same}),
-    )
 
 
 def npy(routes: Any) -> str:
     file = io.BytesIO()
     np.save(file, routes)
-    return base64.b64encode(file.getvalue()).decode()
-
-
-def header(num_tokens: int) -> str:
-    """Return a file without data that claims to have this many tokens."""
-    file = io.BytesIO()
-    described = {"descr": "<i4", "fortran_order": False, "shape": (num_tokens, 2, 3)}
-    np.lib.format.write_array_header_1_0(file, described)
     return base64.b64encode(file.getvalue()).decode()
 
 
@@ -201,7 +188,7 @@ def test_routed_experts_are_read_and_packed() -> None:
     routes = routes_of(10, 100)  # the whole conversation again
     body = encode(generate(weight_versions=None, routed_experts=npy(routes)))
     completion.append(read_vllm_response(body, limits), declared=7)
-    reply = completion.to_output()
+    reply = completion.to_output(marks_missing=False)
     assert reply.fields is not None
     turn = Turn(reply.prompt_ids, reply.output_ids, reply.output_logprobs, fields=reply.fields)
     field = TokenField("routed_experts", torch.uint8, (2, 3), generated_only=False)
@@ -222,9 +209,6 @@ def test_routed_experts_are_read_and_packed() -> None:
             r"integers \[tokens, 2, 3\] in routed_experts, got int32",
         ),
         (npy(np.zeros((7, 2, 3), np.float32)), "got float32"),
-        (header(10**13), "routed_experts: "),
-        (header(1 << 70), "routed_experts: "),
-        (npy(np.full((7, 2, 3), -1)), "0 or more in routed_experts, got -1"),
         (npy(np.array([{}])), "routed_experts: Object arrays cannot be loaded"),
     ],
 )
@@ -236,6 +220,46 @@ def test_wrong_routes_are_refused(given: Any, message: str) -> None:
 
 GOOD = {"logprob": -0.5}
 CHOICE = "at `$.choices[0]"
+AT_1 = "a log-probability at index 1 in logprobs, got"
+
+
+MISSING: list[Any] = [
+    {"logprobs": {"token_logprobs": [-1.0, None, -2.0]}},
+    {"logprobs": {"token_logprobs": [-1.0, math.nan, -2.0]}},
+    {"logprobs": {"token_logprobs": [-1.0, -9999.0, -2.0]}},
+    {"logprobs": {"content": [{"logprob": -1.0}, {"logprob": None}, {"logprob": -2.0}]}},
+    {"logprobs": {"content": [{"logprob": -1.0}, {"logprob": math.nan}, {"logprob": -2.0}]}},
+]
+
+
+@pytest.mark.parametrize("changes", MISSING)
+@pytest.mark.parametrize("dialect", ["vLLM", "SGLang"])
+def test_a_missing_logprob_is_0_and_marked_or_refused(changes: Any, dialect: str) -> None:
+    given = changes["logprobs"]
+    values = given.get("token_logprobs") or [one["logprob"] for one in given["content"]]
+    if dialect == "vLLM":
+        body, read_body = encode(generate(**changes)), read_vllm_response
+    else:
+        pairs = [[value, token, "a NaN, too"] for value, token in zip(values, IDS, strict=True)]
+        answer = sglang_body(IDS)
+        answer["meta_info"]["output_token_logprobs"] = pairs
+        body, read_body = encode(answer), read_sglang_response
+    for how in ("zero", "mark"):
+        response = read_body(body, LIMITS, missing_logprobs=how)
+        assert response.output_logprobs.tolist() == [-1.0, 0.0, -2.0]
+        assert response.logprob_missing.tolist() == [False, True, False]
+    with pytest.raises(ValueError, match=f"{dialect} response: expected {AT_1}"):
+        read_body(body, LIMITS, missing_logprobs="refuse")
+
+
+def test_log_probabilities_are_of_the_tokens_beside_them() -> None:
+    for tokens in (
+        {"content": [{"logprob": -1, "token_id": i} for i in (207, 130, 350)]},
+        {"content": [{"logprob": -1, "token": f"token_id:{i}"} for i in (207, 130, 350)]},
+        {"token_logprobs": [-1] * 3, "tokens": ["token_id:207", "token_id:130", "token_id:350"]},
+    ):
+        with pytest.raises(ValueError, match="the token 129 at index 1 in logprobs, got 130"):
+            read(generate(logprobs=tokens))
 
 
 @pytest.mark.parametrize(
@@ -253,14 +277,11 @@ CHOICE = "at `$.choices[0]"
         ({"finish_reason": None}, f"expected `str`, got `null` - {CHOICE}.finish_reason`"),
         ({"logprobs": None}, f"expected `object`, got `null` - {CHOICE}.logprobs`"),
         ({"logprobs": {}}, "content or token_logprobs in logprobs, got neither"),
-        (logprobs(-1, None, -2), f"`float`, got `null` - {CHOICE}.logprobs.token_logprobs[1]`"),
         (logprobs(-1, -2), "3 log-probabilities, one for each of token_ids in logprobs, got 2"),
-        (logprobs(-1, -2, math.nan), "expected JSON, but JSON is malformed"),
         (logprobs(-1, -1e39, -3), "logprobs must be finite float32, got -"),
         (logprobs(-1, -(10**400), -3), f"out of range - {CHOICE}.logprobs.token_logprobs[1]`"),
-        (logprobs(-1, -2, -9999.0), "a log-probability above -9999 at index 2 in logprobs, got -9"),
+        (logprobs(-1, 0.02, None), "0 or less in logprobs, got 0.0199"),
         (entries(GOOD, {}, GOOD), "missing required field `logprob` - at `$.choices[0].logprobs."),
-        (entries(GOOD, GOOD, {"logprob": None}), f"{CHOICE}.logprobs.content[2].logprob`"),
         (entries(GOOD), "3 log-probabilities, one for each of token_ids in logprobs, got 1"),
         (
             {"weight_versions": [{"version": 7, "start": 0, "end": 3}]},
@@ -271,12 +292,9 @@ CHOICE = "at `$.choices[0]"
         (masks([207], [129]), "3 rows, one for each of token_ids in sampling_mask, got 2"),
         (masks([207], [129], [350, 1000]), "ids below 1000 in sampling_mask, got 1000 at index 3"),
         (masks([207], [129, -1], [350]), "sampling_mask must be 0 or more, got -1 at index 2"),
-        (masks([207], [3, 4], [350]), "the token 129 in sampling_mask, got others"),
         (offsets(0, 1, 3), "3 rows, one for each of token_ids in sampling_mask, got 2"),
-        (offsets(0, 1, 2, 4), "offsets of sampling_mask: cu must end at the 3 values, got 4"),
-        (offsets(0, 2, 1, 3), "offsets of sampling_mask: cu must grow from 0"),
-        (offsets(0, 1, 2, 2**63 + 5), "offsets of sampling_mask: "),
-        (offsets(0, 0, 1, 3), "the token 129 in sampling_mask, got others"),
+        (offsets(0, 1, 2, 4), "sampling_mask: cu must end at the 3 values, got 4"),
+        (offsets(0, 2, 1, 3), "sampling_mask: cu must grow from 0"),
         ({"sampling_mask": {"token_ids": [1]}}, "missing required field `offsets`"),
     ],
 )
@@ -299,7 +317,7 @@ def test_a_wrong_part_is_refused_by_name(changes: Any, message: str) -> None:
         (b'{"choices": [5]}', "expected `object`, got `int` - at `$.choices[0]`"),
         (
             b'{"error": {"message": "Token id 21999 is out of vocabulary", "code": 400}}',
-            "a sample in the body, got the error {'message': 'Token id 21999 is out of vocabulary'",
+            'field `choices`, in {"error": {"message": "Token id 21999 is out of vocabulary"',
         ),
         (b" " * (LIMITS.max_bytes + 1), f"at most {LIMITS.max_bytes} bytes in body, got 671088"),
     ],
@@ -329,35 +347,30 @@ PAIR = [-1, 5, None]
     ("body", "message"),
     [
         (b'{"choices": ' + b"[" * 30_000 + b"]" * 30_000 + b"}", "recursion"),
-        (sglang(output_token_logprobs=[[math.nan, 4, None], PAIR]), "expected JSON"),
-        (sglang(output_token_logprobs=[[None, 4, None], PAIR]), "got `null`"),
         (sglang(output_token_logprobs=[[-1], PAIR]), "at least length 2"),
         (sglang(output_token_logprobs=[{}, PAIR]), "got `object`"),
-        (sglang(output_token_logprobs=[[-1, 4], [-1, 6]]), "another at index 1"),
-        (sglang(output_token_logprobs=[[-1, 4]]), "2 entries"),
+        (
+            sglang(output_token_logprobs=[[-1, 4], [-1, 6]]),
+            "the token 5 at index 1 in logprobs, got 6",
+        ),
+        (sglang(output_token_logprobs=[[-1, 4]]), "2 log-probabilities"),
         (sglang(output_token_logprobs=None), "output_token_logprobs"),
-        (stop(6), "the stop token 6"),
-        (stop([6, 7]), "the stop token 6, 7 at the end in output_ids, got 5"),
+        (stop(6), "one of the stop tokens [6]"),
+        (stop([6, 7]), "one of the stop tokens [6, 7] at the end in output_ids, got 5"),
         (stop([5, "x"]), "expected `int`, got `str` - at `$.meta_info.finish_reason.matched[1]`"),
-        (stop("NaN happened"), "a stop token that matched in finish_reason, got 'NaN happened'"),
+        (stop("NaN happened"), "a text of the request in matched, got 'NaN happened'"),
         (sglang(finish_reason=None), "got `null` - at `$.meta_info.finish_reason`"),
         (encode(sglang_body([4, 1000])), "ids below 1000"),
         (encode(sglang_body([4]) | {"output_ids": None}), "output_ids"),
         (encode({"output_ids": [5]}), "meta_info"),
-        (b'{"error": {"message": "no"}}', "the error {'message': 'no'}"),
+        (b'{"error": {"message": "no"}}', "missing required field `output_ids`"),
     ],
-    ids=range(17),
+    ids=range(15),
 )
 def test_a_wrong_part_of_sglangs_is_refused_by_name(body: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=r"^SGLang response: ") as caught:
         read_sglang_response(body, LIMITS)
     assert message in str(caught.value)
-
-
-def test_a_large_body_is_not_searched_for_an_error() -> None:
-    body = encode({"error": "full", "text": "x" * 2**20})
-    with pytest.raises(ValueError, match="missing required field `choices`"):
-        read_vllm_response(body, LIMITS)
 
 
 VALUES = st.recursive(
@@ -422,7 +435,9 @@ def test_any_body_is_read_as_it_says_or_refused(
         numbers = [{"logprob": one} for one in said["logprobs"]["token_logprobs"]]
     assert all(type(one) is int and 0 <= one < 1000 for one in said["token_ids"])
     assert got.output_ids.tolist() == said["token_ids"]
-    assert got.output_logprobs.tolist() == [float(np.float32(one["logprob"])) for one in numbers]
+    wanted = [None if one["logprob"] == -9999 else one["logprob"] for one in numbers]
+    assert got.logprob_missing.tolist() == [one is None for one in wanted]
+    assert got.output_logprobs.tolist() == [float(np.float32(one or 0)) for one in wanted]
     assert np.isfinite(got.output_logprobs).all()
     assert got.finish_reason == said["finish_reason"]
     prompt = said.get("prompt_token_ids")

@@ -1,14 +1,12 @@
-"""Servers that mean harm, or are broken: each answer is one error with the server's name."""
+"""Servers that are broken: each answer is one error with the server's name."""
 
 import asyncio
 import base64
 import gc
-import json
 import logging
 import os
 import socket
 import struct
-import time
 from typing import Any
 
 import pytest
@@ -41,7 +39,6 @@ from trajpack.agent.servers.options import RetryLimits
 from trajpack.agent.servers.sglang import SGLangEngine
 from trajpack.agent.servers.vllm import VLLMEngine
 
-BASIC = base64.b64encode(b"me:passw0rd-secret").decode()
 GOOD = encode(vllm_body([4, 5]))
 
 
@@ -49,17 +46,12 @@ def head(*lines: str, body: bytes = b"") -> bytes:
     return "\r\n".join(["HTTP/1.1 200 OK", *lines, "", ""]).encode() + body
 
 
-def chunked(body: bytes) -> Answer:
-    return Answer(raw=head("transfer-encoding: chunked", body=body))
-
-
 BODIES: list[tuple[Any, bytes, str]] = [
     (VLLMEngine, b"<html>", "expected JSON"),
     (VLLMEngine, GOOD[:-9], "expected JSON"),
     (VLLMEngine, b'{"text": ' + b"[" * 30_000 + b"]" * 30_000 + b"}", "recursion"),
-    (VLLMEngine, b'{"error": ' + b"[" * 900 + b"]" * 900 + b"}", "[[["),
-    (VLLMEngine, b'{"error": {"message": "a\\nb\\u001b[2J"}}', r"a\nb\x1b[2J"),
-    (VLLMEngine, GOOD.replace(b"-0.5", b"3.5", 1), "is 3.5, above 0"),
+    (VLLMEngine, b'{"error": {"message": "no\\u001b"}}\x1b', r'{"message": "no\u001b"}}\x1b'),
+    (VLLMEngine, GOOD.replace(b"-0.5", b"3.5", 1), "got 3.5 at index 0"),
     (VLLMEngine, encode(vllm_body([4, 1000])), "ids below 1000"),
     (VLLMEngine, encode(vllm_body(range(1, 10))), "at most 8 tokens"),
     (VLLMEngine, encode(vllm_body([])), "no token was sampled"),
@@ -67,14 +59,12 @@ BODIES: list[tuple[Any, bytes, str]] = [
     (VLLMEngine, encode(vllm_body([4]) | {"prompt_token_ids": [1, 2]}), "another prompt"),
     (SGLangEngine, b"", "expected JSON"),
     (SGLangEngine, encode(sglang_body([4, 1000])), "ids below 1000"),
-    (SGLangEngine, b'{"error": {"message": "no"}}', "the error {'message': 'no'}"),
+    (SGLangEngine, b'{"error": {"message": "no"}}', 'in {"error": {"message": "no"}}'),
 ]
 EXCHANGES: list[tuple[Answer, str]] = [
     (Answer(302, headers={"location": "http://127.0.0.1:9/"}), "status 302"),
     (Answer(204), "status 204"),
-    (Answer(raw=b"SSH-2.0-OpenSSH_9.2\r\n\r\n"), "no HTTP on /inference/v1/generate: "),
-    (Answer(raw=b"HTTP/1.1 200 OK\r\nx: " + b"y" * 200_000), "Got more than 8190 bytes"),
-    (Answer(raw=head("content-length: 999999999999999")), "longer"),
+    (Answer(raw=b"SSH-2.0-OpenSSH_9.2\r\n\r\n"), "/inference/v1/generate: no HTTP: "),
     (Answer(raw=head("content-length: -5", body=b"{}")), "Content-Length"),
 ]
 
@@ -83,7 +73,7 @@ async def reply_to(answer: Answer, engine_type: Any = VLLMEngine) -> tuple[Any, 
     say = always(answer, say_vllm if engine_type is VLLMEngine else say_sglang)
     changed = options(vocab_size=1000, retries=RetryLimits(2, 0.001, 0.01, rest_s=0.01))
     async with serving(engine_type, say, options=changed) as ((server,), engine):
-        reply = await ask(engine)  # which takes one reply, and sees that there is no other
+        reply = await ask(engine)
     assert isinstance(reply, GenerationError), reply
     assert f"127.0.0.1:{server.port}: " in str(reply)
     assert str(reply).isprintable()
@@ -107,45 +97,32 @@ def test_what_is_no_answer_is_asked_for_once(engine_type: Any, answer: Answer, w
 
 
 BROKEN: list[Answer] = [
-    *(Answer(status, GOOD) for status in (101, 206, 300, 304, 400, 404, 407, 429, 500, 503, 999)),
-    *(Answer(raw=raw) for raw in (b"", bytes(4096), GOOD, b"HTTP/1.1 200 OK\r\ncontent-le")),
-    Answer(raw=b"HTTP/1.1 abc OK\r\ncontent-length: 0\r\n\r\n"),
-    Answer(raw=b"HTTP/1.1 200 " + b"O" * 200_000 + b"\r\n\r\n"),
-    Answer(raw=head(*(f"x{k}: y" for k in range(50_000)), "content-length: 0")),
-    Answer(raw=head("x: a\0b", "content-length: 0")),
+    *(Answer(status, GOOD) for status in (101, 206, 304, 400, 404, 429, 500, 999)),
+    *(Answer(raw=raw) for raw in (b"", bytes(4096), b"HTTP/1.1 200 OK\r\ncontent-le")),
     Answer(raw=head("content-length: 5", "content-length: 7", body=b"12345")),
-    Answer(raw=head("content-length: two", body=b"{}")),
-    Answer(raw=head(f"content-length: {'9' * 5000}")),
     Answer(raw=head("content-length: 5000", body=GOOD)),
-    Answer(raw=head("content-length: 9", body=GOOD)),
-    Answer(raw=head("content-encoding: br", f"content-length: {len(GOOD)}", body=GOOD)),
-    *map(chunked, (b"zz\r\n12\r\n0\r\n\r\n", b"5000\r\n12345", b"2\r\n{}\r\n", b"0\r\n\r\n")),
+    Answer(raw=head("transfer-encoding: chunked", body=b"5000\r\n12345")),
     Answer(400, b"a\r\nERROR forged\n\x1b[2J"),
 ]
 
 
 def test_broken_answers_are_errors_and_leave_no_file_open() -> None:
+    asyncio.run(reply_to(BROKEN[0]))
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
     for engine_type in (VLLMEngine, SGLangEngine):
-        asyncio.run(reply_to(BROKEN[0], engine_type))
-        gc.collect()
-        before = len(os.listdir("/proc/self/fd"))
         for answer in BROKEN:
             asyncio.run(reply_to(answer, engine_type))
-        gc.collect()
-        assert len(os.listdir("/proc/self/fd")) == before
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_long_answer_in_reasonable_pieces_is_taken() -> None:
-    """Chunks of 200 bytes, and a head of 8 KB: what proxies make of a good answer."""
+def test_a_long_answer_in_pieces_is_taken() -> None:
+    """Chunks of 200 bytes, and a body that is parsed beside the event loop."""
     whole = encode(vllm_body(range(20_000), [-1.5] * 20_000, "length"))
-    headers = [f"x-cookie-{k}: {'y' * 80}" for k in range(80)]
     pieces = [whole[start : start + 200] for start in range(0, len(whole), 200)]
-    body = (
-        b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\nx: y\r\n\r\n"
-    )
-    raw = head(*headers, "transfer-encoding: chunked", body=body)
-
-    answer = Answer(raw=b"HTTP/1.1 100 Continue\r\n\r\n" + raw)
+    body = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+    answer = Answer(raw=head("transfer-encoding: chunked", body=body))
 
     async def collect() -> None:
         async with serving(VLLMEngine, always(answer)) as (_, engine):
@@ -158,7 +135,7 @@ def test_a_long_answer_in_reasonable_pieces_is_taken() -> None:
 @pytest.mark.parametrize(
     ("status", "error", "reason"),
     [
-        (200, MalformedResponseError, "longer than 73764 bytes"),
+        (200, MalformedResponseError, "longer than 70000 bytes"),
         (400, RequestRefusedError, "status 400"),
         (None, ServerUnavailableError, "/inference/v1/generate"),
     ],
@@ -184,7 +161,8 @@ def test_an_endless_body_is_not_taken(status: int | None, error: type, reason: s
             await writer.drain()
 
     async def body() -> None:
-        async with raw_server(serve) as url, VLLMEngine(url, options=options()) as engine:
+        small = options(max_response_bytes=70_000)
+        async with raw_server(serve) as url, VLLMEngine(url, options=small) as engine:
             reply = await ask(engine)
         assert isinstance(reply, error), reply
         assert reason in str(reply)
@@ -196,13 +174,11 @@ def test_an_endless_body_is_not_taken(status: int | None, error: type, reason: s
 @pytest.mark.parametrize("status", [401, 503, 200])
 def test_secrets_are_in_no_message(status: int, caplog: pytest.LogCaptureFixture) -> None:
     token, password = "t0ken-secret", "passw0rd-secret"
+    basic = "Basic " + base64.b64encode(f"me:{password}".encode()).decode()
     errors: list[str] = []
 
     async def draw(asked: Asked) -> Answer:
-        assert asked.headers["authorization"] in (
-            f"Bearer {token}",
-            f"Basic {BASIC}",
-        )
+        assert asked.headers["authorization"] in (f"Bearer {token}", basic)
         return Answer(status, {"error": "no"})
 
     async def body() -> None:
@@ -216,30 +192,11 @@ def test_secrets_are_in_no_message(status: int, caplog: pytest.LogCaptureFixture
                 assert isinstance(reply, GenerationError)
                 shown = [reply, reply.__cause__, reply.__context__, changed, engine]
                 errors.extend(part for one in shown for part in (str(one), repr(one)))
-            assert password.encode() not in json.dumps([a.headers for a in server.asked]).encode()
+            assert len({asked.headers["authorization"] for asked in server.draws}) == 2
 
     with caplog.at_level(logging.DEBUG):
         asyncio.run(body())
     errors.append(caplog.text)
     errors += [str(vars(record)) for record in caplog.records]
-    for secret in (token, password, BASIC):
+    for secret in (token, password, basic.removeprefix("Basic ")):
         assert not any(secret in one for one in errors), secret
-
-
-def test_a_large_answer_is_read_beside_the_event_loop() -> None:
-    count = 131_072
-    say = always(encode(vllm_body(range(count), [-1.5] * count, "length")))
-
-    async def body() -> float:
-        longest = 0.0
-        async with serving(VLLMEngine, say) as (_, engine):
-            asked = asyncio.create_task(generate(engine, sampling=SamplingParams(count)))
-            while not asked.done():
-                # what this thread has computed: the machine may be busy with others
-                began = time.thread_time()
-                await asyncio.sleep(0)
-                longest = max(longest, time.thread_time() - began)
-            assert len((await asked).output_ids) == count
-        return longest
-
-    assert any(asyncio.run(body()) < 0.02 for _ in range(3))

@@ -12,8 +12,10 @@ def test_the_limits_say_what_is_wrong_with_them() -> None:
         (lambda: TimeLimits(connect_s=0), "connect_s must be above 0, got 0"),
         (lambda: RetryLimits(max_attempts=0), "max_attempts must be above 0, got 0"),
         (lambda: options(vocab_size=0), "vocab_size must be above 0, got 0"),
-        (lambda: options(logprobs="cooked"), "logprobs must be 'raw'"),
+        (lambda: options(logprobs="cooked"), "logprobs must be one of \\('raw'"),
         (lambda: options(token="a\nb"), "token must be printable"),
+        (lambda: options(missing_logprobs="one"), "missing_logprobs must be one of"),
+        (lambda: options(routed_experts=(2, 0)), "routed_experts must be"),
         (lambda: TimeLimits(connect_s=float("nan")), "connect_s must be above 0, got nan"),
     ):
         with pytest.raises(ValueError, match=reason):
@@ -22,7 +24,6 @@ def test_the_limits_say_what_is_wrong_with_them() -> None:
         (lambda: TimeLimits(connect_s="5"), "connect_s must be a number, got str"),
         (lambda: RetryLimits(max_attempts=2.5), "max_attempts must be an integer, got float"),
         (lambda: options(max_connections=True), "max_connections must be an integer, got bool"),
-        (lambda: options(token=b"abc"), "token must be a string, got bytes"),
         (lambda: options(seed=0.5), "seed must be an integer, got float"),
     ):
         with pytest.raises(TypeError, match=reason):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.agent.servers.loopback import NOTHING, Answer, Asked, generate, options, serving
+from trajpack.agent.errors import MalformedResponseError
 from trajpack.agent.protocols import GenerationOutput, SamplingParams
 from trajpack.agent.servers.vllm import VLLMEngine
 
@@ -61,5 +62,5 @@ def test_a_recorded_response_to_another_prompt_is_not_taken() -> None:
         async with serving(VLLMEngine, say, endpoint="completions") as (_, engine):
             await generate(engine, "q@0", [*PROMPT, 1], SamplingParams(3))
 
-    with pytest.raises(AssertionError, match="another prompt"):
+    with pytest.raises(MalformedResponseError, match="another prompt"):
         asyncio.run(collect())

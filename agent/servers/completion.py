@@ -1,0 +1,145 @@
+"""A completion made of the samples of one or more requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from trajpack.agent.protocols import GenerationOutput, SamplingParams
+from trajpack.agent.servers.client import OutdatedError
+from trajpack.agent.servers.control import is_number
+from trajpack.agent.servers.engine_response import EngineResponse, WeightVersions
+from trajpack.packing.conversion import INT32_MAX, merge_spans
+from trajpack.packing.ragged import concatenated
+from trajpack.packing.rows.reading import routes_of_all
+from trajpack.packing.types import VersionSpan
+
+
+@dataclass
+class Completion:
+    """State of one completion: its request, and what was sampled so far."""
+
+    qid: str
+    number: int
+    """Index of the request within its episode."""
+    prompt: list[int]
+    params: SamplingParams
+    """Sampling parameters of the whole completion."""
+    token_ids: list[int] = field(init=False)
+    """Token ids of the prompt and of the sampled tokens."""
+    finish_reason: str = "abort"
+    """Of the last request; ``"abort"`` asks for another one."""
+    server: str = "no server"
+    """Host and port of the server that was asked last."""
+    _spans: list[VersionSpan] = field(default_factory=list)
+    _responses: list[EngineResponse] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens sampled so far."""
+        return len(self.token_ids) - len(self.prompt)
+
+    @property
+    def remaining(self) -> SamplingParams:
+        """Sampling parameters of the missing tokens."""
+        left = self.params.max_new_tokens - self.num_tokens
+        return replace(self.params, max_new_tokens=left)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no further request is needed."""
+        return self.finish_reason != "abort" or self.num_tokens == self.params.max_new_tokens
+
+    def append(self, response: EngineResponse, declared: int) -> None:
+        """Append the sample of one request.
+
+        Args:
+            response: Response of the server.
+            declared: Version that the engine had declared when the request was sent; used for
+                tokens whose version has no number.
+
+        Raises:
+            OutdatedError: If the weights are older than those of the first tokens.
+            ValueError: If the response contradicts the request or earlier responses. Nothing is
+                appended.
+        """
+        reason, num_new = response.finish_reason, len(response.output_ids)
+        if reason not in ("stop", "length", "abort"):
+            raise ValueError(f"expected stop, length or abort as finish reason, got {reason!a:.80}")
+        if num_new == 0 and reason != "abort":
+            raise ValueError(f"no token was sampled, but the finish reason is {reason!r}")
+        if response.prompt_ids is not None and response.prompt_ids.tolist() != self.token_ids:
+            raise ValueError("the server saw another prompt than was sent")
+        self._check_fields(response)
+        spans = _policy_versions(response.weight_versions, num_new, declared)
+        last = self._spans[-1].version if self._spans else 0
+        if spans and spans[0].version < last:
+            raise OutdatedError(f"{self.server}: version {spans[0].version} after version {last}")
+        done = self.num_tokens
+        self._spans += [VersionSpan(one.version, done + one.start, done + one.end) for one in spans]
+        self.finish_reason = reason
+        if num_new:
+            self.token_ids.extend(response.output_ids.tolist())
+            self._responses.append(response)
+
+    def _check_fields(self, response: EngineResponse) -> None:
+        routes, num_new = response.routed_experts, len(response.output_ids)
+        num_run = len(self.token_ids) + num_new - 1
+        if routes is not None and len(routes) != num_run:
+            expected = f"routed_experts of {num_run} tokens, all but the last"
+            raise ValueError(f"expected {expected}, got {len(routes)}")
+        has_mask = response.sampling_mask is not None
+        if num_new and self._responses and has_mask != bool(self._responses[0].sampling_mask):
+            raise ValueError("only some of the tokens have a sampling mask")
+
+    def to_output(self, *, marks_missing: bool) -> GenerationOutput:
+        """Return the reply; with ``marks_missing``, it says which log-probabilities are missing."""
+        samples = self._responses
+        fields: dict[str, Any] = {}
+        if samples[0].sampling_mask is not None:
+            fields["sampling_mask"] = concatenated([one.sampling_mask for one in samples])
+        if marks_missing:
+            fields["logprob_missing"] = np.concatenate([one.logprob_missing for one in samples])
+        routes = [one.routed_experts for one in samples if one.routed_experts is not None]
+        if routes:  # the last ones are those of all tokens
+            name, size = f"episode {self.qid!r}", len(self.token_ids)
+            fields["routed_experts"] = routes_of_all(name, routes[-1], size)
+        spans, start, end = merge_spans(self._spans, 0, 0)
+        has_stopped = self.finish_reason == "stop"
+        return GenerationOutput(
+            qid=self.qid,
+            prompt_ids=self.prompt,
+            output_ids=np.concatenate([one.output_ids for one in samples]),
+            output_logprobs=np.concatenate([one.output_logprobs for one in samples]),
+            no_eos=not has_stopped,
+            version_start=start,
+            version_end=end,
+            version_spans=spans,
+            fields=fields or None,
+            stop_reason="stop" if has_stopped else "length",
+        )
+
+
+def _policy_versions(
+    named: WeightVersions | None, num_tokens: int, declared: int
+) -> list[VersionSpan]:
+    """Return the policy versions of sampled tokens; a name without a number is the declared one."""
+    spans: list[VersionSpan] = []
+    covered = last = 0
+    for name, start, end in (("", 0, num_tokens),) if named is None else named:
+        version = int(name[:20]) if is_number(name) else declared
+        if start != covered or end < start or not last <= version <= INT32_MAX:
+            told = f"{name[:40]!r} of tokens {start} to {end}"
+            raise ValueError(f"weight_versions: {told} after version {last} up to {covered}")
+        covered = end
+        if start < end:
+            spans.append(VersionSpan(version, start, end))
+            last = version
+    if covered != num_tokens:
+        raise ValueError(f"weight_versions cover {covered} of {num_tokens} tokens")
+    return spans

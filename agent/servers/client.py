@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import ssl
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
@@ -57,18 +58,16 @@ class HTTPRequest(NamedTuple):
     method: str = "POST"
 
 
-class Address(NamedTuple):
-    """Address of a server, with its credentials kept apart.
-
-    Attributes:
-        url: Scheme, host, port and path, without a slash at the end.
-        name: Host and port, as messages name the server.
-        authorization: Header for the user and password of the address, if it has any.
-    """
+@dataclass(frozen=True)
+class Address:
+    """Address of a server, with its credentials kept apart."""
 
     url: str
+    """Scheme, host, port and path, without a slash at the end."""
     name: str
-    authorization: str | None = None
+    """Host and port, as messages name the server."""
+    authorization: str | None = field(default=None, repr=False)
+    """Header for the user and password of the address, if it has any."""
 
     @classmethod
     def parse(cls, url: str) -> Address:

@@ -492,6 +492,28 @@ def test_sampling_masks_of_vllm_become_the_support_of_a_batch(in_rows: bool) -> 
     torch.testing.assert_close(found, -torch.tensor([*map(len, rows)] * turns).log())
 
 
+def test_a_missing_logprob_is_told_once_and_marked_for_corrections(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    say = always(vllm_body([7, 8, 9], [-0.5, None, -9999.0]))
+
+    async def outputs(**changes: Any) -> list[Any]:
+        async with serving(VLLMEngine, say, options=options(**changes)) as (_, engine):
+            return [await ask(engine) for _ in range(2)]
+
+    for output in asyncio.run(outputs()):
+        assert (output.output_logprobs.tolist(), output.fields) == ([-0.5, 0, 0], None)
+    told = "no log-probability of 2 of 3 tokens: 0 is taken (missing_logprobs)"
+    assert [record.getMessage() for record in caplog.records] == [told]
+    for reply in asyncio.run(outputs(missing_logprobs="refuse")):
+        assert isinstance(reply, MalformedResponseError)
+    output, _ = asyncio.run(outputs(missing_logprobs="mark"))
+    turn = trajpack.Turn([1], output.output_ids, output.output_logprobs, fields=output.fields)
+    field = trajpack.TokenField("logprob_missing", torch.bool)
+    batch = trajpack.pack([trajpack.Trajectory("a", [turn])], fields=[field])
+    assert batch.fields["logprob_missing"].tolist() == [False, False, True, True]
+
+
 @pytest.mark.parametrize("engine_type", [VLLMEngine, SGLangEngine])
 def test_a_multi_turn_rollout_survives_a_server(engine_type: Any) -> None:
     _, tokenizer = build_tiny_model()

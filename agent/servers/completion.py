@@ -101,14 +101,13 @@ class Completion:
         """Return the reply; with ``marks_missing``, it says which log-probabilities are missing."""
         samples = self._responses
         fields: dict[str, Any] = {}
-        if samples[0].sampling_mask is not None:
-            fields["sampling_mask"] = concatenated([one.sampling_mask for one in samples])
+        if masks := [one.sampling_mask for one in samples if one.sampling_mask is not None]:
+            fields["sampling_mask"] = concatenated(masks)
         if marks_missing:
             fields["logprob_missing"] = np.concatenate([one.logprob_missing for one in samples])
-        routes = [one.routed_experts for one in samples if one.routed_experts is not None]
-        if routes:  # the last ones are those of all tokens
+        if routes := [one.routed_experts for one in samples if one.routed_experts is not None]:
             name, size = f"episode {self.qid!r}", len(self.token_ids)
-            fields["routed_experts"] = routes_of_all(name, routes[-1], size)
+            fields["routed_experts"] = routes_of_all(name, routes[-1], size)  # those of all tokens
         spans, start, end = merge_spans(self._spans, 0, 0)
         has_stopped = self.finish_reason == "stop"
         return GenerationOutput(

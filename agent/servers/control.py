@@ -155,7 +155,7 @@ class Control:
 
     def episode(self, qid: str) -> Episode:
         """Return what is remembered of an episode."""
-        episode = self._episodes[qid] = self._episodes.pop(qid, None) or Episode()
+        episode = self._episodes[qid] = self._episodes.pop(qid, Episode())
         if len(self._episodes) > _MAX_EPISODES:
             del self._episodes[next(iter(self._episodes))]
         return episode

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from msgspec import Struct
 from msgspec.json import Decoder
 
@@ -71,4 +73,4 @@ class _SGLangResponse(Struct, gc=False):
     prompt_token_ids: list[int] | None = None
 
 
-DECODERS = {"vLLM": Decoder(_VLLMResponse), "SGLang": Decoder(_SGLangResponse)}
+DECODERS: dict[str, Any] = {"vLLM": Decoder(_VLLMResponse), "SGLang": Decoder(_SGLangResponse)}

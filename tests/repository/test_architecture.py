@@ -151,6 +151,8 @@ def test_functions_stay_within_their_budget():
 def test_optional_packages_are_imported_where_they_are_used():
     for path in PRODUCT:
         allowed = {"triton"} if path.name.endswith("_triton.py") else set()
+        if path.name == "response_types.py":  # imported where a response is read
+            allowed = {"msgspec"}
         for node in tree_of(path).body:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 for module in imported_modules(node):

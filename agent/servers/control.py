@@ -9,8 +9,9 @@ import json
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 
+from trajpack.agent.engines.serving import End, ServedEngine
 from trajpack.agent.errors import SetupError
 from trajpack.agent.servers.client import (
     Address,
@@ -21,8 +22,9 @@ from trajpack.agent.servers.client import (
     RefusedError,
     RetryableError,
 )
-from trajpack.agent.servers.options import ServerOptions
+from trajpack.agent.servers.options import DEFAULT_OPTIONS, ServerOptions
 from trajpack.packing.conversion import INT32_MAX
+from trajpack.packing.optional import require
 from trajpack.packing.text import one_line
 
 _logger = logging.getLogger(__name__)
@@ -31,7 +33,7 @@ _HEALTH_S = 10.0
 _GREETING_S = 1.0
 """Wait for all servers at the beginning, so that the first one does not get all episodes."""
 _MAX_DOUBLINGS = 4
-_MAX_EPISODES = 2**16
+MAX_EPISODES = 2**16
 """Episodes that are remembered: those that asked last."""
 
 
@@ -103,24 +105,47 @@ class Episode:
     num_requests: int = 0
 
 
-class Control:
-    """Chooses servers for requests, and administers them.
+class ServerFleet(ServedEngine):
+    """Servers that one engine uses: chooses them for requests, and administers them.
 
     A request goes to the server of its episode, which has the prefix in its cache, else to the
     healthy one with the fewest requests in flight. A failing server leaves the rotation, is probed,
     and returns once it is healthy.
+
+    Args:
+        urls: Addresses of the servers. A user and a password in one are sent as such, and shown
+            nowhere.
+        options: Limits, retries, the token.
+        version: Policy version of the servers' weights.
+
+    Raises:
+        ValueError: If there is no address, or one is not the address of a server.
     """
 
+    _orders: ClassVar[Orders]
+
     def __init__(
-        self, addresses: Sequence[Address], orders: Orders, options: ServerOptions, version: int
+        self,
+        urls: str | Sequence[str],
+        *,
+        options: ServerOptions = DEFAULT_OPTIONS,
+        version: int = 0,
     ) -> None:
+        super().__init__()
+        given = [urls] if isinstance(urls, str) else list(urls)
+        if not given:
+            raise ValueError("urls: expected the address of one server at least, got none")
+        require("aiohttp", "msgspec", "stamina")
+        addresses = [Address.parse(url) for url in given]
+        if len({address.url for address in addresses}) < len(given):
+            raise ValueError("urls: one server is named twice")
+        if not 0 <= version <= INT32_MAX:
+            raise ValueError(f"version must be in [0, {INT32_MAX}], got {version}")
         slots = options.max_connections
-        self.servers = [Server(address, asyncio.Semaphore(slots)) for address in addresses]
-        self.client = Client(options)
-        self.version = version
-        """Policy version that the engine declares."""
-        self._orders = orders
+        self._servers = [Server(address, asyncio.Semaphore(slots)) for address in addresses]
+        self._client: Client | None = None
         self._options = options
+        self._version = version
         self._episodes: dict[str, Episode] = {}
         self._numbers = itertools.count()
         self._has_paused = False
@@ -129,48 +154,125 @@ class Control:
         self._healthy = asyncio.Event()  # set while a server is healthy
         self._updating = asyncio.Lock()
 
-    async def start(self) -> None:
-        """Greet every server, and wait until one is healthy.
+    @property
+    def version(self) -> int:
+        """Version of the weights that sample now."""
+        return self._version
+
+    async def set_version(self, version: int) -> None:
+        """Declare that the servers have new weights, and tell those with an endpoint for it.
+
+        Call it after other means than this engine brought the weights there. A server that fails
+        gets no requests until the next update reaches it.
 
         Raises:
-            SetupError: If none is in time.
+            ValueError: If the version is below the present one.
+            WeightUpdateError: If every server failed; the version stays as it was.
+            RuntimeError: If the engine is not running.
         """
-        for server in self.servers:
+        await self._update(self._orders.set_version(version), version, is_label_only=True)
+
+    async def _update(
+        self, request: HTTPRequest, version: int, *, is_label_only: bool = False
+    ) -> None:
+        """Send new weights, or their version alone, to all servers, and declare that version."""
+        self._check_running("a weight update")
+        async with self._updating:
+            lowest = self._version if is_label_only else self._version + 1
+            if not lowest <= version <= INT32_MAX:
+                raise ValueError(f"version must be in [{lowest}, {INT32_MAX}], got {version}")
+            failed = await self._order(self._servers, request)
+            for server in self._servers:
+                error = failed.get(server)
+                if error is None or (is_label_only and _is_absence(error)):
+                    server.is_behind = False
+                    server.told_version = version if error is None else None
+                    failed.pop(server, None)
+            if len(failed) == len(self._servers):
+                raise WeightUpdateError(f"version {version} reached no server: {_join(failed)}")
+            self._version = version
+            for server, error in failed.items():
+                server.is_behind = True  # its tokens would be labelled newer than they are
+                self._rest(server, error)
+
+    async def pause(self, *, interrupt: bool = False) -> None:
+        """Pause generation on the servers, and send no new requests.
+
+        Args:
+            interrupt: End requests in flight. After `resume` they continue from their last token,
+                with the weights of that time. Otherwise they stand still and keep their cache.
+
+        Raises:
+            WeightUpdateError: If a server in use did not pause; all are resumed.
+            RuntimeError: If the engine is not running.
+        """
+        self._check_running("pause")
+        self._gate.clear()
+        self._has_paused = True
+        servers = [server for server in self._servers if server.is_healthy]
+        if failed := await self._order(servers, self._orders.pause(interrupt)):
+            with contextlib.suppress(WeightUpdateError):
+                await self.resume()
+            raise WeightUpdateError(f"no pause: {_join(failed)}")
+
+    async def resume(self) -> None:
+        """Resume generation and requests; a server that is not healthy resumes when it returns.
+
+        Raises:
+            WeightUpdateError: If a server in use did not resume.
+            RuntimeError: If the engine is not running.
+        """
+        self._check_running("resume")
+        servers = [server for server in self._servers if server.is_healthy]
+        try:
+            failed = await self._order(servers, self._orders.resume)
+        finally:
+            self._gate.set()
+        for server, error in failed.items():
+            if not _is_absence(error):  # else it cannot have paused
+                self._rest(server, error)
+        if failed:
+            raise WeightUpdateError(f"did not resume: {_join(failed)}")
+
+    def _check_running(self, name: str) -> None:
+        if self._loop is None or self._end is not None:
+            raise RuntimeError(f"{name}: the engine is not running")
+
+    async def __aenter__(self) -> Self:
+        if self._client is not None:
+            raise RuntimeError(f"a {type(self).__name__} can be entered once")
+        self._client = Client(self._options)
+        try:
+            await self._start()
+        except BaseException:
+            await self.__aexit__()
+            raise
+        self._begin_serving()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self._end_serving(End("the engine was shut down", has_left=True))
+        probes = self._probes()
+        for probe in probes:
+            probe.cancel()
+        await asyncio.gather(*probes, return_exceptions=True)
+        if self._client is not None:
+            await self._client.close()
+
+    async def _start(self) -> None:
+        """Greet every server, and wait until one is healthy."""
+        for server in self._servers:
             self._start_probe(server, 0)
-        probes = [server.probe for server in self.servers if server.probe is not None]
         limit_s = self._options.time_limits.start_s
-        await asyncio.wait(probes, timeout=min(limit_s, _GREETING_S))
+        await asyncio.wait(self._probes(), timeout=min(limit_s, _GREETING_S))
         try:
             await self._healthy_servers(limit_s)
         except OutageError as error:
             raise SetupError(str(error)) from None
 
-    async def close(self) -> None:
-        """End all probes and close all connections."""
-        probes = [server.probe for server in self.servers if server.probe is not None]
-        for probe in probes:
-            probe.cancel()
-        await asyncio.gather(*probes, return_exceptions=True)
-        await self.client.close()
-
-    def episode(self, qid: str) -> Episode:
-        """Return what is remembered of an episode."""
-        episode = self._episodes[qid] = self._episodes.pop(qid, Episode())
-        if len(self._episodes) > _MAX_EPISODES:
-            del self._episodes[next(iter(self._episodes))]
-        return episode
-
     @contextlib.asynccontextmanager
-    async def lease(self, episode: Episode, avoided: Server | None) -> AsyncIterator[Server]:
-        """Wait for a healthy server with a free slot, outside of pauses, and hold the slot.
-
-        Args:
-            episode: Episode of the request.
-            avoided: Chosen only if no other is healthy, or the episode is there.
-
-        Raises:
-            OutageError: If no server is healthy within ``outage_s``.
-        """
+    async def _lease(self, episode: Episode, avoided: Server | None) -> AsyncIterator[Server]:
+        """Wait for a healthy server with a free slot, outside of pauses, and hold the slot."""
         while True:
             await self._gate.wait()
             server = episode.server
@@ -191,7 +293,7 @@ class Control:
             finally:
                 server.num_in_flight -= 1
 
-    def report_failure(self, server: Server, error: ExchangeError) -> None:
+    def _report_failure(self, server: Server, error: ExchangeError) -> None:
         """Count a failure; take the server out of rotation after a lost connection or several."""
         if not server.is_healthy:
             return  # the end of a server fails all of its requests, and counts once
@@ -199,67 +301,19 @@ class Control:
         retries = self._options.retries
         too_many = server.num_failures - retries.max_failures
         if too_many >= 0:
-            self.rest(server, error, retries.rest_s * 2 ** min(too_many, _MAX_DOUBLINGS))
+            self._rest(server, error, retries.rest_s * 2 ** min(too_many, _MAX_DOUBLINGS))
         elif isinstance(error, ConnectionLostError):
-            self.rest(server, error)
+            self._rest(server, error)
 
-    def rest(self, server: Server, error: ExchangeError, wait_s: float = 0) -> None:
+    def _rest(self, server: Server, error: ExchangeError, wait_s: float = 0) -> None:
         """Take a server out of rotation; probe it after ``wait_s``."""
         server.error = str(error)
         if server.is_healthy:
             server.is_healthy = False
             _logger.warning("out of rotation: %s", one_line(error))
-        if not any(server.is_healthy for server in self.servers):
+        if not any(server.is_healthy for server in self._servers):
             self._healthy.clear()
         self._start_probe(server, wait_s)
-
-    async def update(
-        self, request: HTTPRequest, version: int, *, is_label_only: bool = False
-    ) -> None:
-        """Send new weights, or their version alone, to all servers, and declare that version.
-
-        Servers without an endpoint for the version alone are left out.
-        """
-        async with self._updating:
-            lowest = self.version if is_label_only else self.version + 1
-            if not lowest <= version <= INT32_MAX:
-                raise ValueError(f"version must be in [{lowest}, {INT32_MAX}], got {version}")
-            failed = await self._order(self.servers, request)
-            for server in self.servers:
-                error = failed.get(server)
-                if error is None or (is_label_only and _is_absence(error)):
-                    server.is_behind = False
-                    server.told_version = version if error is None else None
-                    failed.pop(server, None)
-            if len(failed) == len(self.servers):
-                raise WeightUpdateError(f"version {version} reached no server: {_join(failed)}")
-            self.version = version
-            for server, error in failed.items():
-                server.is_behind = True  # its tokens would be labelled newer than they are
-                self.rest(server, error)
-
-    async def pause(self, *, interrupt: bool) -> None:
-        """Pause all healthy servers, and hold back new requests."""
-        self._gate.clear()
-        self._has_paused = True
-        servers = [server for server in self.servers if server.is_healthy]
-        if failed := await self._order(servers, self._orders.pause(interrupt)):
-            with contextlib.suppress(WeightUpdateError):
-                await self.resume()
-            raise WeightUpdateError(f"no pause: {_join(failed)}")
-
-    async def resume(self) -> None:
-        """Resume all healthy servers; the others are resumed when they are greeted."""
-        servers = [server for server in self.servers if server.is_healthy]
-        try:
-            failed = await self._order(servers, self._orders.resume)
-        finally:
-            self._gate.set()
-        for server, error in failed.items():
-            if not _is_absence(error):  # else it cannot have paused
-                self.rest(server, error)
-        if failed:
-            raise WeightUpdateError(f"did not resume: {_join(failed)}")
 
     async def _order(
         self, servers: Sequence[Server], request: HTTPRequest
@@ -279,21 +333,27 @@ class Control:
                 failed[server] = ExchangeError(f"{server.name}: it said {said}")
         return failed
 
-    async def _send(self, server: Server, request: HTTPRequest, timeout_s: float) -> bytes:
-        return await self.client.send(
-            server.address, request, max_bytes=_MAX_BYTES, timeout_s=timeout_s
+    async def _send(
+        self, server: Server, request: HTTPRequest, timeout_s: float, max_bytes: int = _MAX_BYTES
+    ) -> bytes:
+        assert self._client is not None
+        return await self._client.send(
+            server.address, request, max_bytes=max_bytes, timeout_s=timeout_s
         )
 
     async def _healthy_servers(self, limit_s: float) -> list[Server]:
         """Wait until servers are healthy, and return them."""
         try:
             async with asyncio.timeout(limit_s):
-                while not (healthy := [server for server in self.servers if server.is_healthy]):
+                while not (healthy := [server for server in self._servers if server.is_healthy]):
                     await self._healthy.wait()
                 return healthy
         except TimeoutError:
-            errors = "; ".join(server.error for server in self.servers)
+            errors = "; ".join(server.error for server in self._servers)
             raise OutageError(f"no server is healthy after {limit_s:g} s: {errors}") from None
+
+    def _probes(self) -> list[asyncio.Task[None]]:
+        return [server.probe for server in self._servers if server.probe is not None]
 
     def _start_probe(self, server: Server, wait_s: float) -> None:
         if server.probe is None or server.probe.done():
@@ -313,9 +373,7 @@ class Control:
                 server.error = str(error)
 
     async def _greet(self, server: Server) -> None:
-        """Put a server into rotation that is well, has resumed and has the engine's weights."""
-        if self._has_paused and self._gate.is_set():
-            await self._ask(server, self._orders.resume)
+        """Put a server into rotation that is well, has the engine's weights and has resumed."""
         await self._ask(server, HTTPRequest("/health", method="GET"))
         if (told := server.told_version) is not None:
             answer = await self._ask(server, self._orders.get_version)
@@ -323,10 +381,11 @@ class Control:
         models = await self._ask(server, HTTPRequest("/v1/models", method="GET"))
         model = _part(models, "data", 0, "id")
         server.model = model if isinstance(model, str) else None
+        if self._has_paused and self._gate.is_set():
+            await self._ask(server, self._orders.resume)
         if server.is_behind:
-            raise RetryableError(
-                f"{server.name}: its weights are not the engine's; an update helps"
-            )
+            reason = "its weights are not the engine's; an update helps"
+            raise RetryableError(f"{server.name}: {reason}")
         server.is_healthy = True
         self._healthy.set()
 

@@ -7,11 +7,12 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
-from trajpack.agent.engines.serving import End, ServedEngine
+from trajpack.agent.engines.serving import End
 from trajpack.agent.engines.transformers_batching import Limits, read_prompt, read_sampling
 from trajpack.agent.errors import (
+    GenerationError,
     MalformedResponseError,
     RequestRefusedError,
     ServerUnavailableError,
@@ -19,7 +20,6 @@ from trajpack.agent.errors import (
 from trajpack.agent.protocols import GenerationOutput, GenerationRequest, SamplingParams
 from trajpack.agent.seeding import derive_seed
 from trajpack.agent.servers.client import (
-    Address,
     ExchangeError,
     HTTPRequest,
     MalformedError,
@@ -28,11 +28,10 @@ from trajpack.agent.servers.client import (
     RetryableError,
 )
 from trajpack.agent.servers.completion import Completion
-from trajpack.agent.servers.control import Control, Episode, Orders, Server, is_number
+from trajpack.agent.servers.control import MAX_EPISODES, Episode, Server, ServerFleet, is_number
 from trajpack.agent.servers.engine_response import EngineResponse, ResponseLimits
-from trajpack.agent.servers.options import DEFAULT_OPTIONS, LogprobSemantics, ServerOptions
+from trajpack.agent.servers.options import LogprobSemantics
 from trajpack.packing.conversion import INT32_MAX
-from trajpack.packing.optional import require
 from trajpack.packing.text import one_line
 
 _logger = logging.getLogger(__name__)
@@ -42,48 +41,20 @@ _MAX_REASON = 700
 """Characters of an error's text."""
 
 
-class ServerEngine(ServedEngine):
+class ServerEngine(ServerFleet):
     """Generates with inference servers; use `SGLangEngine` or `VLLMEngine`.
 
     Use it as an asynchronous context manager. The third item of a request is a `SamplingParams` or
     any object with ``max_new_tokens`` and, optionally, others of its attributes and ``greedy``.
-
-    Args:
-        urls: Addresses of the servers. A user and a password in one are sent as such, and shown
-            nowhere.
-        options: Limits, retries, the token.
-        version: Policy version of the servers' weights.
-
-    Raises:
-        ValueError: If there is no address, or one is not the address of a server.
     """
 
-    _orders: ClassVar[Orders]
     _read: ClassVar[Callable[..., EngineResponse]]
     _default_logprobs: ClassVar[LogprobSemantics]
     _filters_are_processed: ClassVar[bool]
     """Whether "processed" log-probabilities are those after top-k and top-p."""
 
-    def __init__(
-        self,
-        urls: str | Sequence[str],
-        *,
-        options: ServerOptions = DEFAULT_OPTIONS,
-        version: int = 0,
-    ) -> None:
-        super().__init__()
-        given = [urls] if isinstance(urls, str) else list(urls)
-        if not given:
-            raise ValueError("urls: expected the address of one server at least, got none")
-        require("aiohttp", "msgspec", "stamina")
-        self._addresses = [Address.parse(url) for url in given]
-        if len({address.url for address in self._addresses}) < len(given):
-            raise ValueError("urls: one server is named twice")
-        if not 0 <= version <= INT32_MAX:
-            raise ValueError(f"version must be in [0, {INT32_MAX}], got {version}")
-        self._options = options
-        self._version = version
-        self._control: Control | None = None
+    def __init__(self, urls: str | Sequence[str], **arguments: Any) -> None:
+        super().__init__(urls, **arguments)
         self._has_warned = False
         self._deadlines: set[asyncio.Timeout] = set()
         self._is_idle = asyncio.Event()
@@ -107,71 +78,8 @@ class ServerEngine(ServedEngine):
         """Switch a server that refused to another endpoint, if there is one."""
         return False
 
-    @property
-    def version(self) -> int:
-        """Version of the weights that sample now."""
-        return self._control.version if self._control else self._version
-
-    async def set_version(self, version: int) -> None:
-        """Declare that the servers have new weights, and tell those with an endpoint for it.
-
-        Call it after other means than this engine brought the weights there. A server that fails
-        gets no requests until the next update reaches it.
-
-        Raises:
-            ValueError: If the version is below the present one.
-            WeightUpdateError: If every server failed; the version stays as it was.
-            RuntimeError: If the engine is not running.
-        """
-        request = self._orders.set_version(version)
-        await self._running("set_version").update(request, version, is_label_only=True)
-
-    async def pause(self, *, interrupt: bool = False) -> None:
-        """Pause generation on the servers, and send no new requests.
-
-        Args:
-            interrupt: End requests in flight. After `resume` they continue from their last token,
-                with the weights of that time. Otherwise they stand still and keep their cache.
-
-        Raises:
-            WeightUpdateError: If a server in use did not pause; all are resumed.
-            RuntimeError: If the engine is not running.
-        """
-        await self._running("pause").pause(interrupt=interrupt)
-
-    async def resume(self) -> None:
-        """Resume generation and requests.
-
-        Raises:
-            WeightUpdateError: If a server in use did not resume; it gets no requests until it is
-                healthy.
-            RuntimeError: If the engine is not running.
-        """
-        await self._running("resume").resume()
-
-    def _running(self, name: str) -> Control:
-        if self._control is None or self._loop is None or self._end is not None:
-            raise RuntimeError(f"{name}: the engine is not running")
-        return self._control
-
-    async def __aenter__(self) -> Self:
-        if self._control is not None or self._end is not None:
-            raise RuntimeError(f"a {type(self).__name__} can be entered once")
-        self._control = Control(self._addresses, self._orders, self._options, self._version)
-        try:
-            await self._control.start()
-        except BaseException:
-            await self._close(End("the engine could not be started"))
-            raise
-        self._begin_serving()
-        return self
-
     async def __aexit__(self, *exc_info: object) -> None:
-        await self._close(End("the engine was shut down", has_left=True))
-
-    async def _close(self, end: End) -> None:
-        assert self._control is not None
-        self._end_serving(end)
+        self._end_serving(End("the engine was shut down", has_left=True))
         for deadline in self._deadlines:
             if not deadline.expired():
                 deadline.reschedule(0)
@@ -180,7 +88,7 @@ class ServerEngine(ServedEngine):
                 self._is_idle.clear()
                 await self._is_idle.wait()
         finally:
-            await self._control.close()
+            await super().__aexit__()
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
         """Return one completion; a cancelled call ends its generation.
@@ -196,25 +104,32 @@ class ServerEngine(ServedEngine):
         """
         qid = request[0]
         self._check_request(qid)
-        episode = self._running("generate").episode(qid)
+        episode = self._episodes[qid] = self._episodes.pop(qid, Episode())
+        if len(self._episodes) > MAX_EPISODES:
+            del self._episodes[next(iter(self._episodes))]
         completion = self._read_request(GenerationRequest(*request), episode)
-        limit_s = self._options.time_limits.generation_s
+        retries, limit_s = self._options.retries, self._options.time_limits.generation_s
         deadline = asyncio.timeout(limit_s)
         self._deadlines.add(deadline)
         try:
             async with deadline:
-                await self._fill(completion, episode)
+                wait_s = 0.0
+                while not completion.is_complete:
+                    await asyncio.sleep(wait_s)
+                    num_before = completion.num_tokens
+                    await self._extend(completion, episode)
+                    # interrupted at once: the servers may be about to change their weights
+                    wait_s = min(2 * wait_s or retries.wait_initial_s, retries.wait_max_s)
+                    wait_s = 0.0 if completion.num_tokens > num_before else wait_s
         except TimeoutError:
             if self._end is not None:
                 raise self._end.as_error(qid) from None
             reason = f"{completion.server}: no completion within {limit_s:g} s"
             raise ServerUnavailableError(qid, reason) from None
-        except RefusedError as error:
-            raise RequestRefusedError(qid, one_line(error, _MAX_REASON)) from None
-        except MalformedError as error:
-            raise MalformedResponseError(qid, one_line(error, _MAX_REASON)) from None
         except ExchangeError as error:
-            raise ServerUnavailableError(qid, one_line(error, _MAX_REASON)) from None
+            kinds = {RefusedError: RequestRefusedError, MalformedError: MalformedResponseError}
+            kind: type[GenerationError] = kinds.get(type(error), ServerUnavailableError)
+            raise kind(qid, one_line(error, _MAX_REASON)) from None
         finally:
             self._deadlines.discard(deadline)
             if not self._deadlines:
@@ -252,19 +167,6 @@ class ServerEngine(ServedEngine):
         reason = f"{given}: the server's log-probabilities are those {theirs}"
         raise ValueError(f"{reason} (allow_other_logprobs sends it anyway)")
 
-    async def _fill(self, completion: Completion, episode: Episode) -> None:
-        """Ask for samples until the completion has an end."""
-        retries = self._options.retries
-        wait_s = 0.0
-        while not completion.is_complete:
-            await asyncio.sleep(wait_s)
-            num_before = completion.num_tokens
-            await self._extend(completion, episode)
-            if completion.num_tokens > num_before:
-                wait_s = 0.0
-            else:  # interrupted at once: the servers may be about to change their weights
-                wait_s = min(2 * wait_s or retries.wait_initial_s, retries.wait_max_s)
-
     async def _extend(self, completion: Completion, episode: Episode) -> None:
         """Append the sample of one request, sent again where that may help."""
         import stamina
@@ -278,15 +180,14 @@ class ServerEngine(ServedEngine):
             wait_max=retries.wait_max_s,
             wait_jitter=retries.wait_initial_s,
         )
-        control = self._running("generate")
         avoided: Server | None = None
         async for attempt in attempts:
             with attempt:
-                async with control.lease(episode, avoided) as server:
+                async with self._lease(episode, avoided) as server:
                     avoided = server
                     completion.server = server.name
                     try:
-                        await self._sample(control, server, completion)
+                        await self._sample(server, completion)
                     except ExchangeError as error:
                         if isinstance(error, RetryableError):
                             episode.server = None  # another server may succeed
@@ -296,11 +197,11 @@ class ServerEngine(ServedEngine):
                             isinstance(error, RefusedError) and error.is_about_request
                         )
                         if not is_innocent:
-                            control.report_failure(server, error)
+                            self._report_failure(server, error)
                         raise
                     server.num_failures = 0
 
-    async def _sample(self, control: Control, server: Server, completion: Completion) -> None:
+    async def _sample(self, server: Server, completion: Completion) -> None:
         """Send the request for the missing tokens, parse the response and append its sample."""
         options, params = self._options, completion.remaining
         limits = ResponseLimits(
@@ -315,16 +216,13 @@ class ServerEngine(ServedEngine):
             # a resumed request must not draw the same random numbers again
             resumed = (completion.num_tokens,) if completion.num_tokens else ()
             seed = derive_seed(options.seed, completion.qid, completion.number, *resumed)
-        declared, acknowledged = control.version, server.told_version
+        declared, acknowledged = self._version, server.told_version
         body = None
         while body is None:
             try:
-                body = await control.client.send(
-                    server.address,
-                    self._write(server, completion.token_ids, params, seed),
-                    max_bytes=limits.max_bytes,
-                    timeout_s=options.time_limits.request_s,
-                )
+                request = self._write(server, completion.token_ids, params, seed)
+                request_s = options.time_limits.request_s
+                body = await self._send(server, request, request_s, options.max_response_bytes)
             except RefusedError as error:
                 if not self._falls_back(server, error):
                     raise

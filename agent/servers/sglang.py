@@ -60,8 +60,7 @@ class SGLangEngine(ServerEngine):
             RuntimeError: If the engine is not running.
         """
         payload = {"model_path": str(path), "weight_version": str(version)}
-        control = self._running("update_weights_from_disk")
-        await control.update(HTTPRequest("/update_weights_from_disk", payload), version)
+        await self._update(HTTPRequest("/update_weights_from_disk", payload), version)
 
     def _write(
         self, server: Server, token_ids: list[int], params: SamplingParams, seed: int | None

@@ -65,16 +65,14 @@ def test_a_server_that_has_forgotten_its_version_is_found_out(server: RunningSer
     async def collect() -> None:
         async with VLLMEngine(server.url, version=9) as engine:
             await engine.set_version(10)
-            control = engine._control
-            assert control is not None
-            (one,) = control.servers
-            await control._greet(one)
+            (one,) = engine._servers
+            await engine._greet(one)
             forget = HTTPRequest("/update_weight_version", {"new_version": "default"})
-            await control.client.send(one.address, forget, max_bytes=1000, timeout_s=60)
+            await engine._send(one, forget, 60)
             with pytest.raises(RetryableError, match="told of version 10, it says 'default'"):
-                await control._greet(one)
+                await engine._greet(one)
             await engine.set_version(11)
-            await control._greet(one)
+            await engine._greet(one)
 
     asyncio.run(collect())
 

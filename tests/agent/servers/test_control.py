@@ -57,7 +57,7 @@ def test_a_version_is_declared_and_told() -> None:
             with pytest.raises(ValueError, match=r"version must be in \[4, "):
                 await engine.set_version(3)
             assert engine.version == 4
-        with pytest.raises(RuntimeError, match="set_version: the engine is not running"):
+        with pytest.raises(RuntimeError, match="a weight update: the engine is not running"):
             await engine.set_version(5)
 
     asyncio.run(body())
@@ -210,7 +210,7 @@ obey = listening(say_vllm, *ORDERS, "/update_weight_version")
 
 
 def the_server(engine: Any) -> Any:
-    (server,) = engine._control.servers
+    (server,) = engine._servers
     return server
 
 
@@ -250,7 +250,7 @@ def test_what_waits_for_its_turn_leaves_a_server_that_an_update_passed_by() -> N
         ):
             # both go to the first: the second is the same episode's
             asked = [asyncio.create_task(generate(engine, prompt=[1])) for _ in range(2)]
-            await until(lambda: engine._control.servers[0].num_in_flight == 2)
+            await until(lambda: engine._servers[0].num_in_flight == 2)
             await behind.wait_for_draws(1)
             await engine.update_weights_from_disk("w", 1)
             gate.set()
@@ -282,7 +282,7 @@ def test_a_server_that_was_away_at_the_resume_is_told_when_it_is_back(status: in
             is_away = False
             await asked
             resumed = [asked.path for asked in server.asked].index("/inference/v1/generate")
-            assert server.asked[resumed - 3].path == "/resume"
+            assert server.asked[resumed - 1].path == "/resume"
 
     asyncio.run(body())
 
@@ -292,12 +292,12 @@ def test_a_server_that_rested_at_the_resume_is_told_when_it_is_well() -> None:
         async with serving(SGLangEngine, listening(say_sglang, *ORDERS)) as ((server,), engine):
             await engine.pause()
             resting = the_server(engine)
-            engine._control.rest(resting, ExchangeError("for a moment"), 60)
+            engine._rest(resting, ExchangeError("for a moment"), 60)
             await engine.resume()
             assert "/continue_generation" not in server.paths()
             resting.probe.cancel()
             await asyncio.sleep(0)
-            engine._control.rest(resting, ExchangeError("and back"))
+            engine._rest(resting, ExchangeError("and back"))
             await generate(engine)
             assert server.paths()[-2:] == ["/continue_generation", "/generate"]
 
@@ -321,10 +321,9 @@ def test_an_update_that_passes_a_server_by_while_it_is_greeted_leaves_it_resting
             Loopback(listening(NEW, UPDATE)) as new,
             SGLangEngine([old.url, new.url], options=options()) as engine,
         ):
-            assert engine._control is not None
-            server = engine._control.servers[0]
+            server = engine._servers[0]
             gate.clear()
-            engine._control.rest(server, ExchangeError("for a moment"))
+            engine._rest(server, ExchangeError("for a moment"))
             await old.wait_for_more()  # its health is asked for
             await engine.update_weights_from_disk("w", 1)
             gate.set()

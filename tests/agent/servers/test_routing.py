@@ -87,8 +87,7 @@ def test_what_may_not_be_retried_is_not(status: int) -> None:
                 for k in range(5):
                     assert isinstance(await ask(engine, f"{k}@0"), GenerationError)
                 assert len(server.draws) == 6
-                assert engine._control is not None
-                assert engine._control.servers[0].is_healthy
+                assert engine._servers[0].is_healthy
 
     asyncio.run(body())
 
@@ -120,8 +119,7 @@ def test_a_server_that_is_too_slow_is_left_for_another() -> None:
             output = await generate(engine)
             assert output.output_ids.tolist() == [4, 5]
             assert slow.hung_up == slow.draws
-            assert engine._control is not None
-            assert all(server.is_healthy for server in engine._control.servers)
+            assert all(server.is_healthy for server in engine._servers)
 
     asyncio.run(body())
 
@@ -157,7 +155,7 @@ def test_an_episode_stays_where_its_prefix_is_and_others_spread() -> None:
 
 
 def test_those_that_asked_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trajpack.agent.servers.control._MAX_EPISODES", 2)
+    monkeypatch.setattr("trajpack.agent.servers.engine.MAX_EPISODES", 2)
 
     async def body() -> None:
         async with serving(VLLMEngine, say_vllm, options=options(seed=0)) as ((server,), engine):
@@ -186,8 +184,7 @@ def test_counts_come_back_to_nothing_whatever_happens() -> None:
             for task in tasks[1::2]:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            assert engine._control is not None
-            assert [server.num_in_flight for server in engine._control.servers] == [0, 0]
+            assert [server.num_in_flight for server in engine._servers] == [0, 0]
             assert engine._deadlines == set()
 
     asyncio.run(body())
@@ -309,8 +306,7 @@ def test_a_death_counts_once_however_many_requests_it_ends() -> None:
             asked = [asyncio.create_task(ask(engine, f"{k}@0")) for k in range(20)]
             await server.wait_for_draws(20)
             await server.__aexit__()
-            assert engine._control is not None
-            (one,) = engine._control.servers
+            (one,) = engine._servers
             await until(lambda: not (one.is_healthy or one.num_in_flight))
             assert one.num_failures == 1
             server.say = say_vllm

@@ -2,119 +2,280 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain, takewhile
 from typing import Any, NamedTuple
 
+from trajpack.agent.agents.tool_calls import ToolCall, ToolCallError
+from trajpack.agent.errors import reason_of
+
 _MARK = "trajpack{}mark"
+_PROBE = ' "a" \\ b\nc <d> '
+"""Content with all that templates are known to change."""
+_PLAIN_NAME = re.compile(r"[\w.:-]{1,64}")
+_MOST_FRAMES = 256
+
+_TRIMS: tuple[Callable[[str], str], ...] = (str, str.strip, str.lstrip, str.rstrip)
+_FORMS: tuple[Callable[[str], str], ...] = (
+    *_TRIMS,
+    *(lambda text, trim=trim: json.dumps(trim(text), ensure_ascii=False)[1:-1] for trim in _TRIMS),
+)
+"""How templates show a content: as it is, without blanks at its ends, or in JSON's spelling."""
 
 
 class _Frame(NamedTuple):
     """Text of a template around contents."""
 
+    before: list[dict[str, Any]]
+    """Messages before them."""
+    head: str
+    """Their text."""
+    pieces: list[str]
+    """Text before, between and after the contents."""
     words: list[list[int]]
-    """Tokens before, between and after the contents."""
+    """Tokens of the pieces."""
     tokens: re.Pattern[str]
-    """Pattern of added tokens in the frame, which a content may spell."""
+    """Pattern of added tokens of the template, which a content may spell."""
+    num_end: int
+    """How many tokens at the beginning end the message before."""
 
 
 class ChatMessages:
     """Encodes messages piece by piece, so that tokens that were sampled are never made again.
 
-    A message's content is encoded as plain text: a special token that is written out in it becomes
-    ordinary tokens, as does an added token of the template such as ``</tool_response>``. The
-    template's own text around it is encoded as it renders.
+    The text is what the template writes of these messages. A content is encoded as plain text: a
+    special token that is written out in it becomes ordinary tokens, as does an added token of
+    the template such as ``</tool_response>``.
 
     Args:
-        tokenizer: A Hugging Face tokenizer with a chat template that shows each message's content
-            as it is, once.
+        tokenizer: A Hugging Face tokenizer with a chat template.
+        tools: Declarations of tools, with which the template renders conversations.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
         self._tokenizer = tokenizer
-        self._frames: dict[tuple[str, int], _Frame] = {}
+        self._options: dict[str, Any] = {"tools": list(tools)} if tools else {}
+        self._tool = tools[0]["function"]["name"] if tools else "tool"
+        self._frames: dict[Any, _Frame] = {}
+        self._added: dict[int, str] = {i: word for word, i in tokenizer.get_added_vocab().items()}
+        for self._takes_parts in (False, True):
+            with suppress(Exception):  # templates raise what they like
+                if _MARK in self.text(_said("user", [_MARK])):
+                    break
+        else:
+            self._takes_parts = False
+
+    def text(self, messages: Sequence[Mapping[str, Any]], *, is_asking: bool = False) -> str:
+        """Render messages, behind a system message if the template renders none without one.
+
+        Raises:
+            Exception: That of the template for the messages alone, if it renders them neither way.
+        """
+
+        def rendered(*first: Mapping[str, str]) -> str:
+            chat = [dict(message) for message in (*first, *messages)]
+            for message in chat:
+                if self._takes_parts and isinstance(message["content"], str):
+                    message["content"] = [{"type": "text", "text": message["content"]}]
+            text: str = self._tokenizer.apply_chat_template(
+                chat, tokenize=False, add_generation_prompt=is_asking, **self._options
+            )
+            return text
+
+        try:
+            return rendered()
+        except Exception:  # templates raise what they like
+            with suppress(Exception):
+                return rendered({"role": "system", "content": "Be brief."})
+            raise
+
+    def check(self, role: str) -> None:
+        """Raise unless one and two messages of a role can follow a completion.
+
+        Raises:
+            ValueError: As `after`.
+        """
+        for num in (1, 2) if role == "tool" else (1,):
+            self.after([], role, [_PROBE] * num)
 
     def opening(self, instructions: str) -> list[int]:
         """Return a conversation that begins with a system message and has nothing else yet.
 
         Raises:
-            ValueError: If the template cannot render that.
+            ValueError: If the template does not show it.
         """
-        pieces = self._cut([_message("system", 0)], 1, add_generation_prompt=False)
-        return self._fill(self._frame(pieces), [instructions])
+        if "opening" not in self._frames:
+            text = self.text(_said("system", [_MARK.format(0)]))
+            self._frames["opening"] = self._frame([], "", "", text, 1)
+        system = _said("system", [instructions])
+        return self._fill(self._frames["opening"], system, is_asking=False)
 
     def first(self, content: str) -> list[int]:
         """Return a first message of the user, after an `opening`, and the generation prompt.
 
         Raises:
-            ValueError: If the template renders a system message otherwise when others follow.
+            ValueError: If the template does not show it, or renders a system message otherwise
+                when others follow.
         """
-        key = ("opening", 1)
-        if key not in self._frames:
-            system = self._cut([_message("system", 0)], 1, add_generation_prompt=False)
-            pieces = self._cut([_message("system", 0), _message("user", 1)], 2)
-            if pieces[0] != system[0] or not pieces[1].startswith(system[1]):
+        if "first" not in self._frames:
+            system = _said("system", ["Be brief."])
+            head = self.text(system)
+            text = self.text([*system, *_said("user", [_MARK.format(0)])], is_asking=True)
+            if not text.startswith(head):
                 raise ValueError("the chat template does not render a system message alike alone")
-            pieces[1] = pieces[1].removeprefix(system[1])
-            self._frames[key] = self._frame(pieces[1:])
-        return self._fill(self._frames[key], [content])
+            self._frames["first"] = self._frame(system, head, "", text, 1)
+        return self._fill(self._frames["first"], _said("user", [content]))
 
-    def after(self, completion_ids: Sequence[int], role: str, contents: Sequence[str]) -> list[int]:
+    def after(
+        self,
+        completion_ids: Sequence[int],
+        role: str,
+        contents: Sequence[str],
+        *,
+        calls: Sequence[ToolCall | ToolCallError] | None = None,
+        has_ended: bool | None = None,
+    ) -> list[int]:
         """Return messages after a completion, and the generation prompt.
 
-        If the completion lacks the token that ends a message, that token comes first.
+        The template's end of a message comes first, unless the completion has one.
+
+        Args:
+            completion_ids: Tokens that were sampled.
+            role: Role of the messages.
+            contents: Their texts.
+            calls: What each message of a tool answers; templates show names and ids. By default
+                calls of the first tool. Ids that are missing are ``call00001``, ``call00002`` ...
+            has_ended: Whether the completion ends with a token that ends a message, whichever. By
+                default it does if its last token is an added one and no part of a call.
 
         Raises:
-            ValueError: If the template does not show such messages as they are.
+            ValueError: If the template does not show such messages.
         """
-        key = (role, len(contents))
+        named = self._named(calls, len(contents)) if role == "tool" else []
+        key = (role, len(contents), *((call.name, call.id) for call in named))
         if key not in self._frames:
-            said = [_message("user", 0), _message("assistant", 1)]
-            asked = [_message(role, 2 + i) for i in range(len(contents))]
-            pieces = self._cut([*said, *asked], 2 + len(contents))
-            self._frames[key] = self._frame(pieces[2:])
-        ids = self._fill(self._frames[key], contents)
-        has_ended = len(completion_ids) > 0 and int(completion_ids[-1]) == ids[0]
-        return ids[1:] if has_ended else ids
+            if len(self._frames) >= _MOST_FRAMES:
+                self._frames.clear()
+            self._frames[key] = self._frame_after(role, len(contents), named)
+        frame = self._frames[key]
+        ids = self._fill(frame, _said(role, contents, named))
+        last = int(completion_ids[-1]) if len(completion_ids) else -1
+        end = frame.words[0][: max(frame.num_end, 1)]
+        if last in self._added and last in end:
+            return ids[end.index(last) + 1 :]
+        if has_ended is None:
+            has_ended = last in self._added and self._added[last] not in frame.head
+        return ids[frame.num_end if has_ended else 0 :]
 
-    def _cut(
-        self,
-        messages: Sequence[dict[str, str]],
-        num_marks: int,
-        *,
-        add_generation_prompt: bool = True,
-    ) -> list[str]:
-        """Render messages of marks, and return what is before, between and after the marks."""
-        options = {"add_generation_prompt": add_generation_prompt}
-        text = trial_text(self._tokenizer, messages, **options)
-        pieces = []
-        for i in range(num_marks):
-            before, mark, text = text.partition(_MARK.format(i))
-            if not mark or _MARK.format(i) in text:
-                role = messages[i]["role"]
-                raise ValueError(f"the chat template does not show a message of the {role} once")
-            pieces.append(before)
-        return [*pieces, text]
+    def calling(self, calls: Sequence[ToolCall]) -> Iterator[tuple[Sequence[ToolCall], str]]:
+        """Yield texts of completions that make calls, as the template renders them, and the calls.
 
-    def _frame(self, pieces: Sequence[str]) -> _Frame:
-        text = "".join(pieces)
-        added = [word for word in self._tokenizer.get_added_vocab() if word in text]
-        tokens = "|".join(re.escape(word) for word in added if len(word.strip()) > 1)
-        return _Frame(
-            [self._encode(piece) for piece in pieces],
-            re.compile(f"(?={tokens})" if tokens else "(?!)"),
+        A template may take only one call, the first, or arguments as JSON text only.
+        """
+        for made, message in _callings(calls):
+            with suppress(Exception):  # templates raise what they like
+                yield made, self.text([*_said("user", [_MARK]), message]).rpartition(_MARK)[2]
+
+    def _named(self, calls: Sequence[ToolCall | ToolCallError] | None, num: int) -> list[ToolCall]:
+        """Return name and id of each call; those that templates should not see are replaced."""
+        named = []
+        for at, call in enumerate([None] * num if calls is None else calls, 1):
+            name, id = getattr(call, "name", ""), getattr(call, "id", "")
+            name = name if _PLAIN_NAME.fullmatch(name) else self._tool
+            named.append(ToolCall(name, {}, id if _PLAIN_NAME.fullmatch(id) else f"call{at:05d}"))
+        return named
+
+    def _frame_after(self, role: str, num: int, calls: list[ToolCall]) -> _Frame:
+        """Return the frame of messages behind one of the assistant, which makes the calls."""
+        marks = _said(role, [_MARK.format(i) for i in range(num)], calls)
+        user, plain = _said("user", ["Hello"]), _said("assistant", [_MARK])[0]
+        problem: Exception | None = None
+        with_calls = ""
+        for made, message in [*_callings(calls), ([], plain)]:
+            try:
+                text = self.text([*user, message, *marks], is_asking=True)
+                end = self.text([*user, plain]).partition(_MARK)[2]
+                if made:
+                    with_calls = text
+                    alone = self.text([*user, message])
+                    head, end = self._ended(alone, text, end, made[-1].name)
+                else:
+                    head = text.partition(_MARK)[0] + _MARK
+                    if with_calls and not with_calls.endswith(text[len(head + end) :]):
+                        break
+                return self._frame([*user, message], head, end, text, num)
+            except Exception as error:  # noqa: BLE001 - templates raise what they like
+                problem = problem or error
+        raise ValueError(
+            f"the chat template cannot show a message of the {role} after one of the assistant: "
+            f"{reason_of(problem) if problem else 'its text is lost'}"
+        ) from problem
+
+    def _ended(self, alone: str, text: str, end: str, name: str) -> tuple[str, str]:
+        """Return a conversation's text up to where its message with calls ends, and that end.
+
+        Templates may write what is before its last call otherwise when others follow, and end
+        it with a token of its own.
+        """
+        tail = alone[max(alone.rfind(name), 0) :]
+        if tail.endswith(end):
+            tail = tail.removesuffix(end)
+        else:
+            own = max((tail.rfind(word) for word in self._added.values()), default=-1)
+            tail, end = (tail[:own], tail[own:]) if own > 0 else (tail, "")
+        begin = text.rfind(tail, 0, text.find(_MARK.format(0)))
+        if begin < 0:
+            raise ValueError("it writes a call otherwise when an answer follows")
+        return text[: begin + len(tail)], end
+
+    def _frame(
+        self, before: list[dict[str, Any]], head: str, end: str, text: str, num: int
+    ) -> _Frame:
+        """Cut the text of messages of marks behind ``head``, which ``end`` ends without them."""
+        pieces = [text[len(head) :]]
+        for mark in (_MARK.format(i) for i in range(num)):
+            if pieces[-1].count(mark) != 1:
+                raise ValueError("it does not show the content of each once")
+            pieces[-1:] = pieces[-1].split(mark)
+        words = [self._encode(piece) for piece in pieces]
+        template = f"{getattr(self._tokenizer, 'chat_template', '')}{text}"
+        marks = [word for word in self._added.values() if len(word.strip()) > 1]
+        shown = [word for word in marks if word in template]
+        pattern = f"(?={'|'.join(map(re.escape, shown))})" if shown else "(?!)"
+        alike = takewhile(
+            lambda pair: pair[0] == pair[1], zip(words[0], self._encode(end), strict=False)
         )
+        ends = [at for at, (id, _) in enumerate(alike, 1) if id in self._added]
+        if end and not ends and words[0] and words[0][0] in self._added:
+            ends = [1]  # in the midst of a conversation, messages end otherwise
+        num_end = max(ends, default=0)
+        return _Frame(before, head, pieces, words, re.compile(pattern), num_end)
 
-    def _fill(self, frame: _Frame, contents: Sequence[str]) -> list[int]:
+    def _fill(
+        self, frame: _Frame, messages: Sequence[Mapping[str, Any]], *, is_asking: bool = True
+    ) -> list[int]:
+        text = self.text([*frame.before, *messages], is_asking=is_asking)
+        for form in _FORMS:
+            shown = [form(message["content"]) for message in messages]
+            filled = [*chain(*zip(frame.pieces[:-1], shown, strict=True)), frame.pieces[-1]]
+            if text.endswith("".join(filled)):
+                break
+        else:
+            raise ValueError(
+                f"the chat template does not show a message of the {messages[0]['role']} as it is, "
+                "trimmed or as JSON"
+            )
         ids = list(frame.words[0])
-        for content, after in zip(contents, frame.words[1:], strict=True):
+        for content, words in zip(shown, frame.words[1:], strict=True):
             begin = 0
             for found in frame.tokens.finditer(content):  # cut apart, it is text and no token
                 ids += self._encode(content[begin : found.start() + 1], split_special_tokens=True)
                 begin = found.start() + 1
             ids += self._encode(content[begin:], split_special_tokens=True)
-            ids += after
+            ids += words
         return ids
 
     def _encode(self, text: str, **options: bool) -> list[int]:
@@ -122,25 +283,29 @@ class ChatMessages:
         return ids
 
 
-def trial_text(tokenizer: Any, messages: Sequence[Mapping[str, str]], **options: Any) -> str:
-    """Render messages, behind a system message if the chat template renders none without one.
-
-    Raises:
-        Exception: That of the template for the messages alone, if it renders them neither way.
-    """
-
-    def rendered(*first: Mapping[str, str]) -> str:
-        chat = [dict(message) for message in (*first, *messages)]
-        text: str = tokenizer.apply_chat_template(chat, tokenize=False, **options)
-        return text
-
-    try:
-        return rendered()
-    except Exception:  # templates raise what they like
-        with suppress(Exception):
-            return rendered({"role": "system", "content": "Be brief."})
-        raise
+def _said(
+    role: str, contents: Sequence[str], calls: Sequence[ToolCall] = ()
+) -> list[dict[str, Any]]:
+    keys = [{"name": call.name, "tool_call_id": call.id} for call in calls] or [{}] * len(contents)
+    return [
+        {"role": role, "content": content, **key}
+        for content, key in zip(contents, keys, strict=True)
+    ]
 
 
-def _message(role: str, number: int) -> dict[str, str]:
-    return {"role": role, "content": _MARK.format(number)}
+def _callings(calls: Sequence[ToolCall]) -> Iterator[tuple[Sequence[ToolCall], dict[str, Any]]]:
+    """Yield messages that make the calls, or the first of them: as values, then as JSON text."""
+    for made in (calls, calls[:1]) if calls else ():
+        for is_text in (False, True):
+            written = [
+                {
+                    "id": call.id or f"call{at:05d}",
+                    "type": "function",
+                    "function": {
+                        "name": call.name,
+                        "arguments": json.dumps(call.arguments) if is_text else call.arguments,
+                    },
+                }
+                for at, call in enumerate(made, 1)
+            ]
+            yield made, {"role": "assistant", "content": "", "tool_calls": written}

@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from trajpack.agent.agents.chat_agent import ChatAgent
-from trajpack.agent.agents.chat_messages import trial_text
+from trajpack.agent.agents.chat_messages import ChatMessages
 from trajpack.agent.agents.conversation import Conversation, ConversationLimits, Exchange
-from trajpack.agent.agents.tools import BEGIN, END, Tool, ToolCall, ToolCallError, tool_calls
+from trajpack.agent.agents.tool_calls import (
+    FORMS,
+    THOUGHTS,
+    ToolCall,
+    ToolCallError,
+    form_of,
+    outside_thoughts,
+    tool_calls,
+)
+from trajpack.agent.agents.tools import Tool
 from trajpack.agent.errors import reason_of
+from trajpack.packing.text import one_line
 
 _GREETING = ({"role": "user", "content": "Hello"},)
+_PROBES: tuple[dict[str, Any], ...] = (
+    {"count": 2, "text": 'two "words", {x}\nand so on', "flag": True, "more": {"list": [0.5, "a"]}},
+    {"text": "10 < 20", "count": -1, "flag": False},
+)
+"""Arguments of two calls that a reader must find in what the template renders of them."""
+_OPENED = 16
+"""Tokens at the end of a prompt that may open thoughts."""
 
 
 class ToolAgent(ChatAgent):
@@ -20,9 +38,8 @@ class ToolAgent(ChatAgent):
 
     A turn with calls is answered by messages of the role ``"tool"``, one for each call, and earns
     nothing. The last turn, whatever ended the conversation, is judged by the environment and earns
-    what that says. Calls are written ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.
-    A call that is malformed, of no tool, with wrong arguments, too slow or that raises is answered
-    with a line that says so.
+    what that says. What is in thoughts is no call. A call that is malformed, of no tool, with wrong
+    arguments, too slow or that raises is answered with a line that says so.
 
     Args:
         gconfig: Sampling parameters.
@@ -33,10 +50,16 @@ class ToolAgent(ChatAgent):
         max_calls: Calls in one turn at most.
         own_declaration: Whether the prompts themselves declare the tools, for example in
             a system message. Otherwise the chat template must.
+        read_calls: Form of the calls, by a name of vLLM or SGLang for its parser, as
+            `trajpack.agent.agents.tools.tool_calls` knows them; or a function of a completion's
+            text, special tokens included and thoughts left out, that returns a list of `ToolCall`
+            and `ToolCallError`. None takes the form that the chat template renders; with
+            ``own_declaration``, that of Hermes if it renders none.
 
     Raises:
-        ValueError: If two tools have one name, an option is out of range, the tokenizer leaves
-            the marks of a call out of texts, or its chat template does not name each tool.
+        ValueError: If two tools have one name, an option is out of range, the chat template does
+            not name each tool or does not show a tool's message, or the form of its calls is not
+            known, or not that of ``read_calls``.
 
     Example:
         A tool and an agent that may use it: see ``examples/calculator.py``.
@@ -52,6 +75,7 @@ class ToolAgent(ChatAgent):
         turn_discount: float = 1.0,
         max_calls: int = 8,
         own_declaration: bool = False,
+        read_calls: str | Callable[[str], list[ToolCall | ToolCallError]] | None = None,
     ) -> None:
         super().__init__(gconfig, tokenizer, limits=limits, turn_discount=turn_discount)
         self.tools = {tool.name: tool for tool in tools}
@@ -61,34 +85,33 @@ class ToolAgent(ChatAgent):
         if max_calls < 1:
             raise ValueError(f"max_calls must be at least 1, got {max_calls}")
         self._max_calls = max_calls
-        hidden = {BEGIN, END} & {*getattr(self.tokenizer, "all_special_tokens", ())}
-        if hidden:
-            raise ValueError(
-                f"the tokenizer has {' and '.join(sorted(hidden))} as special tokens, which are "
-                "left out of texts: no call would ever be seen"
-            )
-        self._declared = None if own_declaration else self._declarations()
+        self._name = getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__
+        declared = [tool.declaration for tool in tools]
+        self.messages = ChatMessages(self.tokenizer, [] if own_declaration else declared)
+        if tools and not own_declaration:
+            self._check_declarations()
+        self.read_calls = read_calls
+        if tools and not callable(read_calls):
+            self.read_calls = self._form(read_calls, "hermes" if own_declaration else None)
+        if tools:
+            self.messages.check("tool")
 
-    def _declarations(self) -> list[dict[str, Any]]:
-        """Return the tools as a chat template takes them, after checking that it shows each.
+    def _check_declarations(self) -> None:
+        """Raise unless the chat template names each tool more often than without tools.
 
         Raises:
-            ValueError: If a conversation has no form with them, or names one of them no more often
-                than without them.
+            ValueError: If it does not, or a conversation has no form with tools.
         """
-        declared = [tool.declaration for tool in self.tools.values()]
-        if not declared:
-            return declared
-        name = getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__
         remedy = "declare them in the prompts and say own_declaration=True"
-        form = {"add_generation_prompt": True}
         try:
-            with_tools = trial_text(self.tokenizer, _GREETING, tools=declared, **form)
-            without = trial_text(self.tokenizer, _GREETING, tools=None, **form)
+            with_tools = self.messages.text(_GREETING, is_asking=True)
         except Exception as error:  # templates raise what they like
             raise ValueError(
-                f"the chat template of {name} cannot show tools: {reason_of(error)}; {remedy}"
+                f"the chat template of {self._name} cannot show tools: {reason_of(error)}; {remedy}"
             ) from error
+        without = ""
+        with suppress(Exception):  # some have no form without tools
+            without = ChatMessages(self.tokenizer).text(_GREETING, is_asking=True)
         hidden = []
         for tool in self.tools:  # a part of a longer word is no name
             word = re.compile(rf"(?<!\w){re.escape(tool)}(?!\w)")
@@ -97,36 +120,52 @@ class ToolAgent(ChatAgent):
         if hidden:
             fault = "does not name all tools" if len(hidden) < len(self.tools) else "ignores tools"
             raise ValueError(
-                f"the chat template of {name} {fault}: the model would not be told of "
+                f"the chat template of {self._name} {fault}: the model would not be told of "
                 f"{', '.join(hidden)}; take a tokenizer whose template declares tools, or {remedy}"
             )
-        return declared
+
+    def _form(self, name: str | None, default: str | None) -> str:
+        """Return the form of calls that the chat template renders, which must be that of a name."""
+        first = next(iter(self.tools))
+        calls = [ToolCall(first, arguments) for arguments in _PROBES]
+        said = ""
+        for made, said in self.messages.calling(calls):
+            for form in FORMS if name is None else [form_of(name)]:
+                if tool_calls(said, form.names[0]) == made:
+                    return form.names[0]
+        name = name or default
+        if name is not None and (default is not None or first not in said):
+            return form_of(name).names[0]
+        read = f"{name!r} does not read" if name else "no reader reads"
+        raise ValueError(
+            f"{read} the calls of the chat template of {self._name}, which writes "
+            f"{one_line(repr(said[-200:]))}; say read_calls= with a function that reads its calls"
+        )
 
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return a prompt's tokens: a chat, with the tools as the chat template declares them.
 
         With ``own_declaration`` it is the chat as it is.
         """
-        text = self.tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            tools=self._declared,
-            tokenize=False,
-            add_generation_prompt=True,
-        )
+        text = self.messages.text(messages, is_asking=True)
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
     async def respond(self, conversation: Conversation, exchange: Exchange) -> list[int] | None:
         """Return the tools' answers to the calls in a completion; judge the last turn instead."""
-        calls = tool_calls(exchange.text, max_calls=self._max_calls)
+        with conversation.guard("its calls could not be read"):
+            calls = self.calls(exchange.turn.prompt_ids, exchange.ids)
         if not calls:
             await self._judge(conversation, exchange)
             return None
         if len(conversation.exchanges) >= self.limits.max_turns:
             return []
         answers = [await self._answer(conversation, call) for call in calls]
+        has_ended = False if exchange.turn.truncated else None
         with conversation.guard("the tools' messages could not be encoded"):
-            return self.messages.after(exchange.ids.tolist(), "tool", answers)
+            return self.messages.after(
+                exchange.ids, "tool", answers, calls=calls, has_ended=has_ended
+            )
 
     async def cut_off(self, conversation: Conversation) -> None:
         """Judge the last turn, whose calls have no answers that it could read."""
@@ -135,6 +174,21 @@ class ToolAgent(ChatAgent):
     async def _judge(self, conversation: Conversation, exchange: Exchange) -> None:
         exchange.reward, _ = await conversation.judge(exchange.text)
         exchange.success = exchange.reward > 0
+
+    def calls(self, prompt_ids: Any, completion_ids: Any) -> list[ToolCall | ToolCallError]:
+        """Return the calls in a completion; its prompt may have opened thoughts."""
+        text, before = self.decode(list(completion_ids)), self.decode(list(prompt_ids[-_OPENED:]))
+        for begin, end in THOUGHTS:
+            if begin and before.rfind(begin) > before.rfind(end):
+                text = begin + text
+        if callable(self.read_calls):
+            return self.read_calls(outside_thoughts(text))
+        return tool_calls(
+            text,
+            self.read_calls,
+            schemas={name: tool.parameters["properties"] for name, tool in self.tools.items()},
+            max_calls=self._max_calls,
+        )
 
     async def _answer(self, conversation: Conversation, call: ToolCall | ToolCallError) -> str:
         if isinstance(call, ToolCallError):

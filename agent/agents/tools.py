@@ -1,4 +1,4 @@
-"""Tools: functions that a model may call, and the calls in its completions."""
+"""Tools: functions that a model may call."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from trajpack.agent.agents.tool_calls import ToolCall, ToolCallError, tool_calls
 from trajpack.agent.blocking_work import contained
 from trajpack.agent.errors import reason_of
 from trajpack.packing.representation import brief_repr
+
+__all__ = ["Tool", "ToolCall", "ToolCallError", "tool_calls"]
 
 _NUM_THREADS = 64
 """Threads for the functions of all tools. A function that hangs keeps its thread, so these are not
@@ -111,6 +114,11 @@ class Tool:
             text = f"error: no answer within {self.timeout_s:g} s"
         except Exception as error:  # noqa: BLE001 - a tool may raise anything
             text = f"error: {reason_of(error)}"
+        except BaseException as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise
+            text = f"error: {type(error).__name__} was raised"
         if len(text) > self.max_chars:
             text = f"{text[: self.max_chars]} (cut off)"
         return text.encode("utf-8", "replace").decode()
@@ -154,73 +162,3 @@ if hasattr(os, "register_at_fork"):
 
 def _spelled(answer: Any) -> str:
     return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
-
-
-BEGIN, END = "<tool_call>", "</tool_call>"
-"""Marks around a call."""
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """One call, as the model wrote it.
-
-    Attributes:
-        name: Name of the tool; it may not exist.
-        arguments: Arguments by name, not checked yet.
-    """
-
-    name: str
-    arguments: Mapping[str, Any]
-
-
-class ToolCallError(ValueError):
-    """Malformed call; the message is for the model to read."""
-
-
-def tool_calls(
-    text: str, *, max_calls: int = 8, max_chars: int = 16_384
-) -> list[ToolCall | ToolCallError]:
-    r"""Return the calls in a text, in order, and an error for each that is malformed.
-
-    A call is ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Hermes and Qwen write
-    it: one JSON object with these two keys and no others.
-
-    Args:
-        text: Text of a completion.
-        max_calls: Calls at most; all further ones are one error.
-        max_chars: Characters of one call's JSON at most.
-
-    Example:
-        >>> tool_calls('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
-        [ToolCall(name='add', arguments={'a': 1})]
-        >>> tool_calls("no call"), tool_calls("<tool_call>{")
-        ([], [ToolCallError('the call is not closed')])
-    """
-    found: list[ToolCall | ToolCallError] = []
-    at = text.find(BEGIN)
-    while at >= 0:
-        if len(found) == max_calls:
-            return [*found, ToolCallError(f"more than {max_calls} calls in one turn")]
-        begin = at + len(BEGIN)
-        end = text.find(END, begin)
-        if end < 0:
-            return [*found, ToolCallError("the call is not closed")]
-        if end - begin > max_chars:
-            found.append(ToolCallError(f"the call is longer than {max_chars} characters"))
-        else:
-            found.append(_parse(text[begin:end]))
-        at = text.find(BEGIN, end)
-    return found
-
-
-def _parse(text: str) -> ToolCall | ToolCallError:
-    try:
-        call = json.loads(text)
-    except (ValueError, RecursionError):
-        return ToolCallError("the call is not JSON")
-    if not isinstance(call, dict) or call.keys() != {"name", "arguments"}:
-        return ToolCallError('expected an object with "name" and "arguments"')
-    name, arguments = call["name"], call["arguments"]
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return ToolCallError('expected a string as "name" and an object as "arguments"')
-    return ToolCall(name, arguments)

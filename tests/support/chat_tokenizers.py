@@ -1,10 +1,13 @@
 """Tokenizers of transformers with the real chat templates of model families, made without a hub."""
 
+import copy
+import os
+import re
 from functools import cache
 from pathlib import Path
 
 import trl
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 FAMILIES = {
@@ -54,6 +57,45 @@ def trained(template, end, others=(), *, use_regex=True):
         chat_template=template,
         clean_up_tokenization_spaces=False,
     )
+
+
+FOLDERS = [Path(trl.__file__).parent / "chat_templates"]
+FOLDERS += map(Path, filter(None, [os.environ.get("TRAJPACK_TEMPLATES")]))
+TEMPLATES = {
+    file.stem: file
+    for folder in FOLDERS
+    for file in sorted(folder.glob("*.jinja"))
+    if not file.stem.endswith("_training")
+}
+"""Chat templates of the trl wheel as models ship them, and those in TRAJPACK_TEMPLATES."""
+ENDS = (
+    *("<|im_end|>", "<|eot_id|>", "<turn|>", "<end_of_turn>", "<|return|>", "<|eot|>"),
+    *("<|END_OF_TURN_TOKEN|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<end_of_utterance>"),
+    "<|endoftext|>",
+)
+
+
+@cache
+def _plain():
+    return trained(None, "<pad>")
+
+
+@cache
+def template_tokenizer(name):
+    """Return a byte-level tokenizer with one of `TEMPLATES`, whose marks are added tokens."""
+    template = TEMPLATES[name].read_text()
+    marks = r"<\|[^\s<>|]*\|?>|<\w+\|>|<\uff5c[^<>\uff5c]+\uff5c>|</?\w+>|\[/?[A-Z_]{4,}\]"
+    end = next((end for end in ENDS if end in template), "</s>")
+    words = sorted({*re.findall(marks, template), end, "<bos>"})
+    tokenizer = copy.deepcopy(_plain())
+    special = [re.fullmatch(r"</?\w+>", word) is None or word == end for word in words]
+    added = zip(words, special, strict=True)
+    tokenizer.add_tokens(
+        [AddedToken(word, special=is_special, normalized=False) for word, is_special in added]
+    )
+    tokenizer.bos_token, tokenizer.eos_token = "<bos>", end
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 def said(role, content, **more):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ class Characters:
 
     def apply_chat_template(
         self,
-        messages: list[dict[str, str]],
+        messages: list[dict[str, Any]],
         *,
         tokenize: bool,
         add_generation_prompt: bool,
@@ -30,7 +31,10 @@ class Characters:
         assert not tokenize
         names = " ".join(tool["function"]["name"] for tool in tools or ())
         text = "" if tools is None else f"<tools>{names}{END}\n"
-        text += "".join(f"<{m['role']}>{m['content']}{END}\n" for m in messages)
+        for m in messages:
+            calls = [call["function"] for call in m.get("tool_calls", ())]
+            written = "".join(f"<tool_call>{json.dumps(call)}</tool_call>" for call in calls)
+            text += f"<{m['role']}>{m['content']}{written}{END}\n"
         return text + "<assistant>" * add_generation_prompt
 
     def get_added_vocab(self) -> dict[str, int]:

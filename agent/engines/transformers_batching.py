@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from trajpack.agent.protocols import SamplingParams
+from trajpack.packing.conversion import as_ids
 
 _MIN_TEMPERATURE = 1e-5
 """Below it logits divided by the temperature may leave the range of float32."""
@@ -92,19 +91,17 @@ def read_prompt(token_ids: Sequence[int], max_new_tokens: int, limits: Limits) -
     One request that breaks a limit would end the generation of all others.
 
     Raises:
-        ValueError: If the prompt is empty, not one-dimensional, not of integers, holds an id
-            out of vocabulary, or leaves no room for ``max_new_tokens``.
+        TypeError: If they are not integers.
+        ValueError: If there is none, they are not one-dimensional, an id is out of vocabulary, or
+            there is no room for ``max_new_tokens``.
     """
-    ids = np.asarray(token_ids)
-    if ids.ndim != 1 or ids.size == 0:
-        raise ValueError(f"the prompt must be a non-empty sequence of ids, got shape {ids.shape}")
-    if ids.dtype.kind not in "iu":
-        raise ValueError(f"token ids must be integers, got {ids.dtype}")
-    for extreme in (int(ids.min()), int(ids.max())):
-        if not 0 <= extreme < limits.vocabulary_size:
-            raise ValueError(
-                f"token id {extreme} is out of vocabulary (0 to {limits.vocabulary_size - 1})"
-            )
+    ids = as_ids("token ids", token_ids)
+    if not ids.size:
+        raise ValueError("the prompt must be non-empty")
+    if (largest := int(ids.max())) >= limits.vocabulary_size:
+        raise ValueError(
+            f"token id {largest} is out of vocabulary (0 to {limits.vocabulary_size - 1})"
+        )
     total = ids.size + max_new_tokens
     asked = f"a prompt of {ids.size} tokens and {max_new_tokens} new ones"
     if total > limits.capacity:
@@ -142,6 +139,7 @@ def build_batching(
 
     on_cpu = model.device.type == "cpu"
     known = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
+    page_name = "page_size" if "page_size" in known else "block_size"
     options: dict[str, Any] = {
         "return_logprobs": True,
         "per_request_processors": True,
@@ -152,9 +150,8 @@ def build_batching(
         # Left open, a CPU spends many seconds and most of its memory on the cache.
         "num_blocks": 512 if num_blocks is None and on_cpu else num_blocks,
         "max_batch_tokens": 512 if max_batch_tokens is None and on_cpu else max_batch_tokens,
+        page_name: page_size or (32 if on_cpu else 256),
     }
-    page_name = "page_size" if "page_size" in known else "block_size"
-    options[page_name] = page_size or (32 if on_cpu else 256)
     if "auto_switch_to_flash" in known:
         options["auto_switch_to_flash"] = False
     # A processor exists only where the default differs from the neutral value; each request
@@ -165,25 +162,20 @@ def build_batching(
         generation_config=GenerationConfig(do_sample=True, eos_token_id=eos, **placeholders),
         continuous_batching_config=ContinuousBatchingConfig(**options),
     )
-    _skip_idle_filters(batching.logit_processor, vocabulary_size(model))
+    vocabulary_size = model.config.get_text_config().vocab_size
+    _skip_idle_filters(batching.logit_processor, vocabulary_size)
     batching.warmup()
     return batching
 
 
-def vocabulary_size(model: Any) -> int:
-    """Number of token ids that the model both reads and writes."""
-    return int(model.config.get_text_config().vocab_size)
-
-
 def read_limits(model: Any, batching: Any) -> Limits:
     """Return the limits of requests to ``batching``."""
-    config = batching.continuous_batching_config
-    page_size = config.page_size if hasattr(config, "page_size") else config.block_size
-    max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    options, config = batching.continuous_batching_config, model.config.get_text_config()
+    page_size = options.page_size if hasattr(options, "page_size") else options.block_size
     return Limits(
-        vocabulary_size=vocabulary_size(model),
+        vocabulary_size=int(config.vocab_size),
         capacity=int(batching.batch_processor.cache.num_blocks) * page_size,
-        max_positions=max_positions,
+        max_positions=getattr(config, "max_position_embeddings", None),
     )
 
 
@@ -194,20 +186,6 @@ def read_eos(model: Any, eos_token_id: int | list[int] | None) -> frozenset[int]
         if given is not None:
             return frozenset([given] if isinstance(given, int) else given)
     return frozenset()
-
-
-def silence_tracebacks() -> Callable[[], None]:
-    """Keep the tracebacks of continuous batching out of the log until the result is called.
-
-    The reply to each request has the cause.
-    """
-    from transformers.generation.continuous_batching import continuous_api
-
-    def has_no_traceback(record: logging.LogRecord) -> bool:
-        return not record.exc_info
-
-    continuous_api.logger.addFilter(has_no_traceback)
-    return lambda: continuous_api.logger.removeFilter(has_no_traceback)
 
 
 def load_weights(
@@ -270,13 +248,11 @@ def _skip_idle_filters(processors: Any, vocabulary_size: int) -> None:
     for processor in processors.logits_processor:
         for name, neutral in (("top_k", vocabulary_size), ("top_p", 1.0)):
             if name in getattr(processor, "supported_kwargs", ()):
-                _skip_when_neutral(processor, name, neutral)
+                processor.__class__ = _skipping(type(processor), name, neutral)
 
 
-def _skip_when_neutral(processor: Any, name: str, neutral: float) -> None:
-    stock = type(processor)
-
-    class SkippedWhenNeutral(stock):  # type: ignore[valid-type,misc]
+def _skipping(stock: Any, name: str, neutral: float) -> Any:
+    class SkippedWhenNeutral(stock):  # type: ignore[misc]
         idle = False
 
         def prepare_tensor_args(self, requests: list[Any]) -> Any:
@@ -287,4 +263,4 @@ def _skip_when_neutral(processor: Any, name: str, neutral: float) -> None:
         def __call__(self, scores: Any, tensor_arg: Any) -> Any:
             return scores if self.idle else super().__call__(scores, tensor_arg)
 
-    processor.__class__ = SkippedWhenNeutral
+    return SkippedWhenNeutral

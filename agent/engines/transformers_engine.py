@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -21,7 +21,7 @@ import torch
 from trajpack.agent.blocking_work import run_to_end
 from trajpack.agent.engines import transformers_batching as batching
 from trajpack.agent.engines.serving import End, ServedEngine
-from trajpack.agent.errors import GenerationError
+from trajpack.agent.errors import GenerationError, RequestRefusedError
 from trajpack.agent.protocols import GenerationOutput, GenerationRequest
 from trajpack.packing.conversion import INT32_MAX, as_integer
 from trajpack.packing.optional import require
@@ -107,8 +107,7 @@ class TransformersEngine(ServedEngine):
         self._request_numbers = itertools.count()
         self._batching: Any = None
         self._watching: asyncio.Task[None] | None = None
-        self._limits = batching.Limits(vocabulary_size=0, capacity=0)
-        self._unsilence: Callable[[], None] = lambda: None
+        self._limits: Any = None
 
     @property
     def version(self) -> int:
@@ -118,9 +117,9 @@ class TransformersEngine(ServedEngine):
     @property
     def max_request_tokens(self) -> int:
         """Tokens of prompt and completion of one request at most, known once running."""
-        if self._batching is None:
+        if self._limits is None:
             raise RuntimeError("max_request_tokens: the engine is not running")
-        return self._limits.max_request_tokens
+        return int(self._limits.max_request_tokens)
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
         """Return one completion, batched with the requests of all other calls.
@@ -128,7 +127,8 @@ class TransformersEngine(ServedEngine):
         A cancelled call ends its generation.
 
         Raises:
-            GenerationError: If the request cannot be honoured, or its generation failed.
+            RequestRefusedError: If the request cannot be honoured, as where it is too long.
+            GenerationError: If its generation failed.
             EngineEndedError: If generation has died or the engine was shut down.
             RuntimeError: If the engine has not been entered.
         """
@@ -141,7 +141,7 @@ class TransformersEngine(ServedEngine):
             if params.stop and self._tokenizer is None:
                 raise ValueError("stop: texts need the engine's tokenizer, and it has none")
         except Exception as error:  # a request of any shape must leave the others alone
-            raise GenerationError(qid, f"refused: {error}") from error
+            raise RequestRefusedError(qid, f"refused: {error}") from error
         request_id = f"{next(self._request_numbers)}:{qid}"
         ends = self._eos_token_ids.union(params.stop_token_ids)
         done = asyncio.get_running_loop().create_future()
@@ -196,7 +196,6 @@ class TransformersEngine(ServedEngine):
             await run_to_end(self._stop)
             raise
         self._watching = asyncio.create_task(self._watch())
-        self._watching.add_done_callback(self._has_ended)
         self._begin_serving()
         return self
 
@@ -213,13 +212,11 @@ class TransformersEngine(ServedEngine):
     def _start(self) -> None:
         self._batching = self._build()
         self._limits = batching.read_limits(self._model, self._batching)
-        self._unsilence = batching.silence_tracebacks()
         self._batching.start()
 
     def _stop(self) -> None:
         if self._batching is not None:
             self._batching.stop(block=True, hard_stop=True)
-        self._unsilence()
         if self._model.config._attn_implementation != self._attention:
             self._model.set_attn_implementation(self._attention)
         self._model.train(self._was_training)
@@ -236,25 +233,20 @@ class TransformersEngine(ServedEngine):
             batching.load_weights(self._batching, self._model, state_dict, switch)
 
     async def _watch(self) -> None:
-        while self._batching.is_running():
-            await asyncio.sleep(_WATCH_INTERVAL_S)
-            # Drops tokens that arrived after their request was cancelled.
-            while self._batching.get_result(timeout=0) is not None:
-                pass
-        # Runs the callbacks that batching has scheduled before it ended.
-        await asyncio.sleep(0)
-        cause = self._batching.background_thread_status.fatal_error
-        _logger.error("generation has died: %s", one_line(repr(cause)))
-        self._finish(End(f"generation has died: {cause!r}", cause))
-
-    def _has_ended(self, task: asyncio.Task[None]) -> None:
-        """Fail all requests if the watching task was ended from outside."""
-        if self._end is not None:
-            return
-        error = None if task.cancelled() else task.exception()
-        how = "was cancelled" if task.cancelled() else f"has failed: {error!r}"
-        _logger.error("the engine's task %s", one_line(how))
-        self._finish(End(f"the engine's task {how}", error))
+        end = End("the engine's task was ended")
+        try:
+            while self._batching.is_running():
+                await asyncio.sleep(_WATCH_INTERVAL_S)
+                # Drops tokens that arrived after their request was cancelled.
+                while self._batching.get_result(timeout=0) is not None:
+                    pass
+            # Runs the callbacks that batching has scheduled before it ended.
+            await asyncio.sleep(0)
+            cause = self._batching.background_thread_status.fatal_error
+            _logger.error("generation has died: %s", one_line(repr(cause)))
+            end = End(f"generation has died: {cause!r}", cause)
+        finally:
+            self._finish(end)
 
     def _finish(self, end: End) -> None:
         """Fail the requests in flight, and refuse all later ones."""
@@ -306,7 +298,9 @@ class _Generation:
             return None
         longest = max(len(text.encode()) for text in self.stop) + 8  # a token has a byte at least
         for end in range(self.spans[-1].end if self.spans else 0, len(ids)):
-            tail = tokenizer.decode(ids[max(0, end + 1 - longest) : end + 1])
+            tail = tokenizer.decode(
+                ids[max(0, end + 1 - longest) : end + 1], clean_up_tokenization_spaces=False
+            )
             if any(text in tail for text in self.stop):
                 self.has_stop_text = True
                 return end + 1

@@ -83,7 +83,7 @@ def moments_of(x: torch.Tensor, counts: torch.Tensor, impl: str) -> torch.Tensor
     start at the first entry, so with Triton uncounted entries appended at the end change no bit.
 
     Returns:
-        ``[5]`` float64: count, mean, Σ(x - mean)², min, max; of no entries 0, 0, 0, inf, -inf.
+        ``[5]`` float64: count, mean, Σ(x - mean)², min, max; all 0 of no entries.
         Where all are equal the third is exactly 0; where one is NaN, so are the last four.
     """
     moments: torch.Tensor = torch.ops.trajpack.masked_moments(
@@ -113,10 +113,10 @@ def whiten_by(
 
 def masked_moments_reference(x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Define `moments_of` in plain torch; no value is read by the host."""
+    if not x.shape[0]:
+        return x.new_zeros(5, dtype=torch.float64)
     mask = counts != 0
     values = torch.where(mask, x.double(), 0.0)
-    if not x.shape[0]:
-        return values.new_tensor([0.0, 0.0, 0.0, torch.inf, -torch.inf])
     low = torch.where(mask, values, torch.inf).amin()
     high = torch.where(mask, values, -torch.inf).amax()
     weights, count = counts.double(), counts.sum().double()
@@ -124,7 +124,7 @@ def masked_moments_reference(x: torch.Tensor, counts: torch.Tensor) -> torch.Ten
     mean = torch.where(low == high, low, mean)
     away = torch.where(mask, values - mean, 0.0)
     squares = torch.where(low == high, 0.0, (weights * (away * away)).sum())
-    low, high = (torch.where(mean.isnan(), mean, end) for end in (low, high))
+    low, high = (torch.where(mean.isnan() | (count == 0), mean, end) for end in (low, high))
     return torch.stack([count, mean, squares, low, high])
 
 

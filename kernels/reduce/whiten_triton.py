@@ -106,6 +106,14 @@ def _merge(parts, num_parts, PARTS: tl.constexpr):
 
 
 @triton.jit
+def _store_all(out, count, mean, squares, low, high):
+    """Store the moments of all entries; the extremes of none are 0."""
+    _store(
+        out, 1, count, mean, squares, tl.where(count > 0, low, 0.0), tl.where(count > 0, high, 0.0)
+    )
+
+
+@triton.jit
 def _store(out, stride, count, mean, squares, low, high):
     tl.store(out, count)
     tl.store(out + stride, mean)
@@ -153,7 +161,7 @@ def moments_kernel(
     _store(parts + tl.program_id(0), num_parts, count, mean, squares, low, high)
     if tl.atomic_add(counter, 1, sem="acq_rel") == num_parts - 1:
         count, mean, squares, low, high = _merge(parts, num_parts, PARTS)
-        _store(moments, 1, count, mean, squares, low, high)
+        _store_all(moments, count, mean, squares, low, high)
 
 
 @triton.jit(
@@ -172,7 +180,7 @@ def whiten_kernel(
     value, numbers = _load_chunk(x, counts, first, entries, CHUNK)
     if given is None:
         count, mean, squares, low, high = _of_chunk(value, numbers)
-        _store(moments, 1, count, mean, squares, low, high)
+        _store_all(moments, count, mean, squares, low, high)
     else:
         count, mean, squares = tl.load(given), tl.load(given + 1), tl.load(given + 2)
     varies = (count > ddof) & (squares != 0.0)

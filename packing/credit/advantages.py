@@ -30,7 +30,7 @@ from trajpack.kernels.reduce.whiten import (
 from trajpack.kernels.scan.credit_scan import credit_scan
 from trajpack.kernels.scan.observations import PASSING
 from trajpack.kernels.scan.scan_inputs import Limits, Scan
-from trajpack.kernels.validation import check_tensor
+from trajpack.kernels.validation import check_tensor, values_to_check
 from trajpack.packing.conversion import shown
 from trajpack.packing.credit.estimators import (
     GAE,
@@ -209,6 +209,12 @@ def _check_inputs(batch: PackedBatch, estimator: Estimator, inputs: Inputs) -> N
                 per=noun,
                 constant=True,
             )
+    known = None if inputs.scores is None else values_to_check(inputs.scores)
+    if known is not None and not known.isfinite().all():
+        place = int(known.isfinite().int().argmin())
+        raise ValueError(
+            f"{OP}: scores must be finite, got {known[place]} for {batch.ids[place]!r}"
+        )
 
 
 def chunks_of(batch: PackedBatch, estimator: TokenEstimator) -> Scan:

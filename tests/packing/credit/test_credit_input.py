@@ -37,6 +37,7 @@ WRONG = {
     "VTrace needs values, got None": (VTrace(), {"logprobs": TOKENS}),
     "VTrace needs logprobs, got None": (VTrace(), {"values": TOKENS}),
     "GAE needs ref_logprobs, got None": (GAE(kl=KL), {"values": TOKENS}),
+    "scores must be finite, got nan for 'a'": (GRPO(), {"scores": TOKENS[:1] / 0}),
     "GAE needs bootstrap, got None": (GAE(truncated="bootstrap"), {"values": TOKENS}),
     "GiGPO needs state_ids, got None": (GiGPO(), {}),
     "GAE takes no ref_logprobs: it has no kl": (

@@ -16,8 +16,6 @@ import torch
 INT32_MAX = 2**31 - 1
 """Greatest token id, version, and index into the word stream."""
 FLOAT32_MAX = float(np.finfo(np.float32).max)
-
-
 INT32 = np.dtype(np.int32)
 FLOAT32 = np.dtype(np.float32)
 PACKED = {"i": INT32, "f": FLOAT32}

@@ -52,4 +52,4 @@ TURN_FIELDS = (
 )
 """Each has an attribute of `Turn` and one of `PackedBatch`. The buffer's tables, batches, batch
 files, `unpack`, `TrajectoryArrays` (log, Parquet, Ray) and the equality of turns
-loop over this table. New rows go to its end: stored logs hold the numbers in this order."""
+loop over this table. Stored files and logs hold the numbers in this order."""

@@ -133,7 +133,8 @@ class Correction(_Window):
     Reference:
         Levels and windows: verl, ``rollout_corr_helper.py``. Truncation: Yao et al., Your
         Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025. Masked tokens:
-        IcePop, arXiv 2510.18855. The geometric level: GSPO, arXiv 2507.18071.
+        IcePop, arXiv 2510.18855. Masked sequences: Liu et al., When Speed Kills Stability, 2025.
+        The geometric level: GSPO, arXiv 2507.18071.
     """
 
     level: Level = "token"
@@ -156,30 +157,19 @@ class Correction(_Window):
 
     @classmethod
     def tis(cls, cap: float = 2.0, level: Level = "token") -> Correction:
-        """Truncate: ``min(ratio, cap)``.
-
-        Reference:
-            Yao et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL Training,
-            2025: truncated importance sampling; ``vanilla_tis_function`` of slime.
-        """
+        """Truncate: ``min(ratio, cap)``, as ``vanilla_tis_function`` of slime."""
         return cls(level=level, outside="truncate", high=cap)
 
     @classmethod
     def icepop(cls, low: float = 0.5, high: float = 5.0) -> Correction:
-        """Weigh a token by its ratio inside the window, and by 0 outside.
-
-        Reference:
-            Every Step Evolves (Ring-1T), arXiv 2510.18855; ``icepop_function`` of slime.
-        """
+        """Weigh a token by its ratio inside the window, and by 0 outside."""
         return cls(level="token", outside="mask", low=low, high=high)
 
     @classmethod
     def mis(cls, low: float = 0.0, high: float = 2.0, level: Level = "segment") -> Correction:
         """Weigh whole segments by their ratio inside the window, and by 0 outside.
 
-        Reference:
-            Liu et al., When Speed Kills Stability, 2025: masked importance sampling over
-            sequences. (``seq-mask-tis`` of NeMo-RL keeps the ratios of tokens: `Rejection`.)
+        ``seq-mask-tis`` of NeMo-RL keeps the ratios of tokens: `Rejection`.
         """
         return cls(level=level, outside="mask", low=low, high=high)
 

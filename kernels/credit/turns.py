@@ -10,7 +10,7 @@ from trajpack.kernels.block_shapes import block_shape
 from trajpack.kernels.dispatch import register_op
 from trajpack.kernels.fields.build import check_runs
 from trajpack.kernels.runs import Run
-from trajpack.kernels.scan.segment_sum import segment_sum_torch
+from trajpack.kernels.scan.segment_sum import segment_sum_reference
 from trajpack.kernels.validation import check_boundaries, check_indices, values_to_check
 
 
@@ -94,7 +94,7 @@ def _run_scores(*inputs: Any) -> tuple[torch.Tensor, ...]:
         return scores_forward(*tables, given=given, truncated=truncated, clip=clip)
     scores = given
     if scores is None:
-        scores = segment_sum_torch(turn_rewards, cu_turns)
+        scores = segment_sum_reference(turn_rewards, cu_turns)
     scores = scores.double().clamp(-clip, clip)
     counted = group_ids >= 0 if truncated is None else (group_ids >= 0) & ~truncated
     shares = torch.stack([counted.sum(), (counted & (scores != 0)).sum()]).int()[None]

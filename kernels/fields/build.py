@@ -82,16 +82,8 @@ def build(
         runs: ``[runs + 1, 8]`` int32, see `Run`, in order of START; a run may be empty. START of
             the last row is ``num_tokens``, the end of the last run.
         turn_returns: ``[turns]`` float32.
-        num_tokens: Tokens of the batch.
+        num_tokens: Tokens of the batch, and of each of `TokenFields`.
         impl: ``"auto"`` uses Triton for CUDA tensors and torch for all others.
-
-    Returns:
-        `TokenFields`, each of shape ``[num_tokens]``.
-
-    Raises:
-        TypeError: If a dtype is none of the above.
-        ValueError: If shapes or devices disagree, or, for tensors on the host, if the table does
-            not end at ``num_tokens`` or leads out of ``words`` or ``turn_returns``.
 
     Example:
         >>> words = torch.tensor([7, 8, 9], dtype=torch.int32)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
@@ -74,36 +73,25 @@ def segment_sum(
 
 
 def segment_mean(
-    x: torch.Tensor,
-    segments: torch.Tensor,
-    *,
-    mask: torch.Tensor | None = None,
-    max_seqlen: int | None = None,
-    impl: Impl = "auto",
+    x: torch.Tensor, segments: torch.Tensor, *, mask: torch.Tensor | None = None, **options: Any
 ) -> torch.Tensor:
-    """Average the entries of each segment that count.
-
-    Arguments, errors and cost are those of `segment_sum`.
+    """Average the entries of each segment that count; 0 of none. Arguments as of `segment_sum`.
 
     Returns:
-        ``[segments]``, float64 of float64 and float32 of all others: `segment_sum` divided by the
-        number of entries that count; 0 of no entries. Differentiable with respect to ``x``.
+        ``[segments]``, float64 of float64 and float32 of all others. Differentiable with respect to
+        ``x``.
 
     Example:
         >>> logprobs = torch.tensor([-1.0, -2.0, -4.0, -8.0])
         >>> segment_mean(logprobs, torch.tensor([0, 3, 3, 4], dtype=torch.int32))
         tensor([-2.3333,  0.0000, -8.0000])
-
-    Reference:
-        ``torch.segment_reduce`` with ``reduce="mean"``, which has NaN for an empty segment.
     """
-    op = "segment_mean"
-    total = _checked_sum(op, x, segments, mask, max_seqlen, impl)
+    total = _checked_sum("segment_mean", x, segments, mask, **options)
     if mask is None:
         begin, end = bounds_of_segments(segments, x.shape[0])
         count = end - begin
     else:
-        count = _checked_sum(op, mask, segments, None, max_seqlen, impl)
+        count = _checked_sum("segment_mean", mask, segments, None, **options)
     mean = total.double() / count.clamp(min=1)
     return mean.to(total.dtype if total.is_floating_point() else torch.float32)
 
@@ -113,8 +101,8 @@ def _checked_sum(
     x: torch.Tensor,
     segments: torch.Tensor,
     mask: torch.Tensor | None,
-    max_seqlen: int | None,
-    impl: Impl,
+    max_seqlen: int | None = None,
+    impl: Impl = "auto",
 ) -> torch.Tensor:
     check_tensor(op, "x", x, dtypes=DTYPES)
     check_integer(op, "number of entries", x.shape[0], most=MAX_TOKENS)
@@ -152,28 +140,6 @@ def segment_sum_reference(
     return _of_dtype(sums.index_put_((owner,), x.double(), accumulate=True)[:-1], x)
 
 
-def segment_sum_torch(
-    x: torch.Tensor, segments: torch.Tensor, mask: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Compute `segment_sum_reference` for ``impl="torch"``: floats on the host by numpy.
-
-    One ``ufunc.reduceat`` is more than 3 times as fast as ``index_put_``.
-    """
-    if x.device.type != "cpu" or not x.is_floating_point():
-        return segment_sum_reference(x, segments, mask)
-    begin, end = (side.numpy() for side in bounds_of_segments(segments, x.shape[0]))
-    values = np.zeros(x.shape[0] + 1)  # an index of reduceat may be the end
-    np.copyto(values[:-1], x.detach().numpy(), where=True if mask is None else mask.numpy())
-    sums = np.zeros(begin.size)
-    (nonempty,) = np.nonzero(end > begin)
-    if nonempty.size:
-        order = nonempty[np.argsort(begin[nonempty], kind="stable")]  # gaps are summed too
-        edges = np.stack([begin[order], end[order]], 1).reshape(-1)
-        with np.errstate(all="ignore"):
-            sums[order] = np.add.reduceat(values, edges)[::2]
-    return _of_dtype(torch.from_numpy(sums), x)
-
-
 def _segment_sum_by_scan(
     x: torch.Tensor, segments: torch.Tensor, mask: torch.Tensor | None, max_seqlen: int | None
 ) -> torch.Tensor:
@@ -201,7 +167,7 @@ def _run(*inputs: Any) -> torch.Tensor:
     check_segments_within(op, "segments", segments, x.shape[0])
     if impl == "triton" and x.dtype == torch.float32 and segments.ndim == 1:
         return _segment_sum_by_scan(x, segments, mask, max_seqlen)
-    return segment_sum_torch(x, segments, mask)
+    return segment_sum_reference(x, segments, mask)
 
 
 def _fake(x: torch.Tensor, segments: torch.Tensor, *_: Any) -> torch.Tensor:

@@ -13,7 +13,7 @@ from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.conversion import host_array
 from trajpack.packing.ragged import part
 from trajpack.packing.rows import reading
-from trajpack.packing.rows.masked_tokens import masked_trajectory
+from trajpack.packing.rows.masked_tokens import joined_trajectory
 from trajpack.packing.rows.packed import (
     Packed,
     advantages_of,
@@ -32,7 +32,7 @@ from trajpack.packing.rows.sampling_mask import (
     mask_rows,
     masks_of,
 )
-from trajpack.packing.types import Trajectory, Turn
+from trajpack.packing.types import Trajectory
 
 STREAMS = ("ref_logprobs", "rl_weights", "ce_weights", "ref_kl_weights")
 """Float streams that a batch may have, as extra fields of these names."""
@@ -210,17 +210,13 @@ def from_training_samples(
             expected="the argument rewards" if rewards is None else f"rewards[{own[-1]}]",
             of=f"trajectory {name!r}",
         )
-        turns: list[Turn] = []
-        for index in own:
-            options = _sample(samples[index], name, fields)
-            options["reward"] = reward if index == own[-1] else 0.0
-            versions_of = of_versions[index], of_versions[index]
-            turns += masked_trajectory(name, **options, version_range=versions_of).turns
-        trajectories.append(Trajectory(name, turns, group))
+        rows = [_sample(samples[index], name, fields, of_versions[index]) for index in own]
+        rows[-1]["reward"] = reward
+        trajectories.append(joined_trajectory(name, group, rows))
     return trajectories
 
 
-def _sample(sample: Any, name: str, fields: Sequence[str]) -> dict[str, Any]:
+def _sample(sample: Any, name: str, fields: Sequence[str], version: int) -> dict[str, Any]:
     """Return arguments of `masked_trajectory` for a sample."""
     whose, keys = f"trajectory {name!r}", {key: key for key in (*NEEDED, *fields, "sampling_mask")}
     given = {key: _get(sample, key) for key in (*keys, *REFUSED)}
@@ -232,7 +228,8 @@ def _sample(sample: Any, name: str, fields: Sequence[str]) -> dict[str, Any]:
     if "sampling_mask" in fields:
         rows["sampling_mask"] = mask_of_counts(name, _get(mask, "ids"), _get(mask, "counts"))
     columns = {"input_ids": "token_ids", "mask": "mask", "logprobs": "logprobs"}
-    return {"fields": rows, **{name: given[key] for name, key in columns.items()}}
+    found = {name: given[key] for name, key in columns.items()}
+    return found | {"fields": rows, "version_range": (version, version)}
 
 
 def _get(row: Any, name: str) -> Any:

@@ -14,7 +14,7 @@ from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.conversion import host_array
 from trajpack.packing.optional import require
 from trajpack.packing.rows import reading
-from trajpack.packing.rows.masked_tokens import masked_trajectory
+from trajpack.packing.rows.masked_tokens import joined_trajectory
 from trajpack.packing.rows.packed import check_not_ragged, check_whole
 from trajpack.packing.rows.rows import (
     RowLists,
@@ -29,7 +29,7 @@ from trajpack.packing.rows.rows import (
 )
 from trajpack.packing.rows.sampling_mask import mask_rows, without_padding
 from trajpack.packing.turn_fields import STOP_REASONS
-from trajpack.packing.types import Trajectory, Turn
+from trajpack.packing.types import Trajectory
 
 ROUTE_DTYPES = (torch.uint8, torch.int16, torch.int32)
 """Dtypes of expert numbers that SkyRL takes."""
@@ -223,13 +223,11 @@ def from_generator_output(
         entries.setdefault(key, []).append(row)
     trajectories = []
     for (name, group), own in entries.items():
-        turns: list[Turn] = []
-        for row in own:
-            options = _entry(output, row, name, fields=fields, missing_reward=missing_reward)
-            if row != own[-1]:
-                options["reward"] = 0.0
-            turns += masked_trajectory(name, **options).turns
-        trajectories.append(Trajectory(name, turns, group))
+        options: dict[str, Any] = {"fields": fields, "missing_reward": missing_reward}
+        rows = [_entry(output, row, name, **options) for row in own]
+        for row_of in rows[:-1]:
+            row_of["reward"] = 0.0
+        trajectories.append(joined_trajectory(name, group, rows))
     return trajectories
 
 

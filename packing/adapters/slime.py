@@ -12,11 +12,11 @@ from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.conversion import host_array
 from trajpack.packing.ragged import part
 from trajpack.packing.rows import reading
-from trajpack.packing.rows.masked_tokens import masked_trajectory
+from trajpack.packing.rows.masked_tokens import joined_trajectory
 from trajpack.packing.rows.packed import check_not_ragged
 from trajpack.packing.rows.rows import RowLists, row_scores
 from trajpack.packing.rows.sampling_mask import as_integers, mask_of_counts, masks_of
-from trajpack.packing.types import Trajectory, Turn
+from trajpack.packing.types import Trajectory
 
 SAMPLE_KEYS = {
     "routed_experts": "rollout_routed_experts",
@@ -160,7 +160,7 @@ def from_samples(
     for index, one in enumerate(samples):
         sample = reading.fields_of(f"{op}: samples[{index}]", one)
         rollout = sample.get("rollout_id")
-        key = (None, index) if rollout is None else (sample.get("group_index"), rollout)
+        key = index if rollout is None else (sample.get("group_index"), rollout)
         rollouts.setdefault(key, []).append(sample)
     groups = [own[0].get("group_index") for own in rollouts.values()]
     groups = [None if group is None else str(group) for group in groups]
@@ -174,12 +174,9 @@ def from_samples(
             expected="reward (raw_reward in train data)",
             of=f"trajectory {name!r}",
         )
-        turns: list[Turn] = []
-        for sample in own:
-            of_sample = reward if sample is own[-1] else 0.0
-            options = _sample(sample, name, fields, reward=of_sample)
-            turns += masked_trajectory(name, **options).turns
-        trajectories.append(Trajectory(name, turns, group))
+        rows = [_sample(sample, name, fields) for sample in own]
+        rows[-1]["reward"] = reward
+        trajectories.append(joined_trajectory(name, group, rows))
     return trajectories
 
 
@@ -209,9 +206,7 @@ def from_train_data(
     return from_samples(samples, ids, **options)
 
 
-def _sample(
-    sample: Mapping[str, Any], name: str, fields: Sequence[str], *, reward: Any
-) -> dict[str, Any]:
+def _sample(sample: Mapping[str, Any], name: str, fields: Sequence[str]) -> dict[str, Any]:
     """Return the arguments of `masked_trajectory` for a sample."""
     whose = f"trajectory {name!r}"
     reading.check_carried(whose, sample, fields=fields, keys=SAMPLE_KEYS, refused=IMAGES)
@@ -221,8 +216,6 @@ def _sample(
     tokens, length = sample["tokens"], int(sample["response_length"])
     if not 0 <= length <= len(tokens):
         raise ValueError(f"{whose}: response_length must be in [0, {len(tokens)}], got {length}")
-    if isinstance(reward, Mapping):
-        raise ValueError(f"{whose}: reward must be a number, got {reward!r}")
     status = getattr(sample.get("status"), "value", sample.get("status"))
     mask = sample.get("loss_mask")
     if sample.get("remove_sample"):  # slime keeps its reward in the group
@@ -234,8 +227,7 @@ def _sample(
         counts = np.diff(as_integers(sample["rollout_top_p_token_offsets"]))
         rows["sampling_mask"] = mask_of_counts(name, sample["rollout_top_p_token_ids"], counts)
     if "routed_experts" in rows:
-        routes = reading.routes_of_all(whose, rows["routed_experts"], len(tokens))
-        rows["routed_experts"] = routes
+        rows["routed_experts"] = reading.routes_of_all(whose, rows["routed_experts"], len(tokens))
     versions = [str(version) for version in sample.get("weight_versions") or ()]
     numbered = all(map(str.isdecimal, versions))  # they may be such as "default"
     return {
@@ -243,7 +235,6 @@ def _sample(
         "input_ids": tokens[len(tokens) - length :],
         "mask": [1] * length if mask is None else mask,
         "logprobs": sample["rollout_log_probs"],
-        "reward": reward,
         "truncated": status not in (None, "completed"),
         "turn_versions": [int(version) for version in versions] if numbered else (),
         "fields": rows,

@@ -22,7 +22,6 @@ from trajpack.packing.tree.nodes import TreeNodes
 __all__ = [
     "to_async_row",
     "to_async_samples",
-    "to_flat_async_row",
     "to_grpo_inputs",
     "to_tree_kwargs",
 ]
@@ -139,8 +138,7 @@ def to_async_row(
 
     Of a tree of ``pack_tree(..., boundary="duplicate")``: TRL's own ``TreeRow`` of the same
     sequences, in the order of their tokens. A trained token has its own advantage. Of a batch or a
-    micro-batch: sequences side by side, TRL's own row for sequences without a common prefix. For
-    versions up to 1.15 see `to_flat_async_row`.
+    micro-batch: sequences side by side, TRL's own row for sequences without a common prefix.
 
     Keys, dtypes and shapes are those of ``docs/formats/trl.md``.
 
@@ -160,6 +158,8 @@ def to_async_row(
     size = batch.num_generated if isinstance(batch, PackedBatch) else batch.num_tokens
     trained = torch.nonzero_static(batch.loss_mask, size=size, fill_value=-1)[:, 0]
     holds, places = trained >= 0, places_of(batch)[None]
+    counted = batch.loss_mask.sum() if num_trained is None else num_trained
+    total = torch.full((1,), float(batch.num_tokens), device=batch.device)
 
     def at_trained(tensor: torch.Tensor) -> torch.Tensor:
         return torch.where(holds, tensor[trained], 0)[None]
@@ -177,36 +177,6 @@ def to_async_row(
         "advantages": at_trained(advantages),
         "segment_id": at_trained(batch.sequence_ids.long()),
         "attention_mask": torch.ones_like(batch.input_ids)[None],
-        **_counts(batch, num_trained),
-    }
-
-
-def to_flat_async_row(batch: Packed, *, num_trained: torch.Tensor | None = None) -> dict[str, Any]:
-    """Return the row that the asynchronous collator of TRL up to 1.15 writes for one rank.
-
-    Keys, dtypes and shapes are those of ``docs/formats/trl.md``.
-
-    The trainer itself drops the first column: a sequence's first token predicts nothing.
-    ``num_trained`` as in `to_async_row`.
-    """
-    check_sequences(batch)
-    return {
-        "input_ids": batch.input_ids[None],
-        "attention_mask": torch.ones_like(batch.input_ids)[None],
-        "completion_mask": batch.loss_mask.long()[None],
-        "position_ids": batch.position_ids[None],
-        "old_log_probs": batch.rollout_logprobs[None],
-        "advantages": advantages_of("to_flat_async_row", batch)[None],
-        **_counts(batch, num_trained),
-        "metrics": {},
-    }
-
-
-def _counts(batch: Packed, num_trained: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """Return trained tokens, forwarded tokens and the mean length, float32 ``[1]`` each."""
-    counted = batch.loss_mask.sum() if num_trained is None else num_trained
-    total = torch.full((1,), float(batch.num_tokens), device=batch.device)
-    return {
         "global_n_tokens": counted.reshape(1).float(),
         "global_n_forward_tokens": total,
         "mean_seq_len": total / max(len(batch), 1),

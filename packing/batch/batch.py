@@ -70,23 +70,6 @@ class GroupOrder(NamedTuple):
     cu_turns: torch.Tensor
 
 
-class LayoutTokens(NamedTuple):
-    """Tokens that the same turns take in each layout.
-
-    Attributes:
-        turns: Tokens in layout ``"turns"``: every turn's prompt and completion.
-        merged: Tokens in layout ``"merged"``: every token once.
-    """
-
-    turns: int
-    merged: int
-
-    @property
-    def ratio(self) -> float:
-        """Quotient ``turns / merged``; 1 for an empty batch."""
-        return self.turns / self.merged if self.merged else 1.0
-
-
 HOST_LENGTHS = frozenset(("generated_lens", "value_lens"))
 """Numbers that packing leaves on the host, and that no mask changes."""
 
@@ -900,23 +883,6 @@ class PackedBatch(LabelMethods, LogprobMethods):
         order = np.lexsort((ends, sequence))
         cuts = np.cumsum(np.bincount(sequence, minlength=len(self)))[:-1]
         return [part.tolist() for part in np.split(ends[order], cuts)] if len(self) else []
-
-    def layout_tokens(self) -> LayoutTokens:
-        """Return the numbers of tokens of the turns in layout ``"turns"`` and in ``"merged"``.
-
-        The numbers do not depend on the layout of the batch. Both are equal for a batch of
-        `trajpack.pack_resident` in layout ``"turns"``, which does not compare prompts.
-
-        Example:
-            >>> import trajpack
-            >>> turns = [trajpack.Turn([1], [2], [-0.5]), trajpack.Turn([1, 2, 3], [4], [-0.5])]
-            >>> trajpack.pack([trajpack.Trajectory("a", turns)]).layout_tokens()
-            LayoutTokens(turns=6, merged=4)
-        """
-        end = self.turn_spans[:, 1].cpu().numpy().astype(np.int64)
-        begin = self.turn_begin.cpu().numpy()
-        start = self.host_lengths.starts[self.turn_sequence.cpu().numpy()]
-        return LayoutTokens(int((end - start).sum()), int((end - begin).sum()))
 
     def with_field(self, field: TokenField, rows: torch.Tensor) -> PackedBatch:
         """Return the batch with an extra field that was computed after packing.

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from trajpack.packing.buffer.breaks import is_retokenized
 from trajpack.packing.conversion import (
@@ -29,7 +28,7 @@ from trajpack.packing.conversion import (
     shown,
 )
 from trajpack.packing.token_fields import Rows, TokenField, rows_of_turn
-from trajpack.packing.turn_fields import TURN_FIELDS, TurnField
+from trajpack.packing.turn_fields import STOP_REASONS, TURN_FIELDS
 from trajpack.packing.types import Trajectory, Turn
 
 TINY = 256
@@ -38,9 +37,6 @@ MOST_BREAKS = 4
 """Breaks of a call that are looked at for re-tokenized text."""
 
 VersionRun = tuple[int, int, int]
-_CHECKED = {"reward", "truncated", "version_start", "version_end"}
-_PLAIN_FIELDS = [one for one in TURN_FIELDS if one.attribute not in _CHECKED]
-"""Numbers of a turn that `take_numbers` checks by their dtype alone."""
 
 
 class TrajectoryLabels(NamedTuple):
@@ -338,6 +334,10 @@ def take_numbers(intake: ValidatedTurns, turn: Turn, begin: int, size: int) -> N
         truncated = _as_bool("truncated", truncated)
     if type(reward) is not float or not -FLOAT32_MAX <= reward <= FLOAT32_MAX:
         reward = _as_number("reward", reward)
+    reason = turn.stop_reason
+    if reason not in STOP_REASONS:
+        known = ", ".join(map(repr, STOP_REASONS))
+        raise ValueError(f"stop_reason must be one of {known}, got {shown(reason)}")
     start, end, spans = turn.version_start, turn.version_end, turn.version_spans
     plain = spans is None and type(start) is int and type(end) is int
     if not plain or not 0 <= start <= end <= INT32_MAX:
@@ -351,27 +351,7 @@ def take_numbers(intake: ValidatedTurns, turn: Turn, begin: int, size: int) -> N
     numbers["truncated"].append(truncated)
     numbers["version_start"].append(start)
     numbers["version_end"].append(end)
-    for one in _PLAIN_FIELDS:
-        numbers[one.attribute].append(_checked_number(one, getattr(turn, one.attribute)))
-
-
-def _checked_number(field: TurnField, value: Any) -> float:
-    """Check a value of a turn by its words or its dtype alone, and return its number."""
-    name = field.attribute
-    if field.words:
-        if value is None:
-            return 0
-        if value not in field.words:
-            raise ValueError(f"{name} must be one of {field.words[1:]} or None, got {shown(value)}")
-        return field.plain(value)
-    if field.dtype == torch.bool:
-        return _as_bool(name, value)
-    if field.dtype.is_floating_point:
-        return _as_number(name, value)
-    number = as_integer(name, value)
-    if not -INT32_MAX <= number <= INT32_MAX:
-        raise ValueError(f"{name} must fit int32, got {number}")
-    return number
+    numbers["stop_reason"].append(STOP_REASONS.index(reason))
 
 
 def _longest_prefix(

@@ -39,8 +39,6 @@ COLUMNS = {
     **{field.name: Column(field.numpy_dtype) for field in TURN_FIELDS},
 }
 """Tables that are sent with the stream. Each has one row more than entries."""
-
-
 TABLE_ROWS = {
     **{field.name: ("turns", 0) for field in TURN_FIELDS},
     "turn_sequence": ("turns", 0),

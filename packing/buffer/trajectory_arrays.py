@@ -19,30 +19,17 @@ from trajpack.packing.turn_fields import TURN_FIELDS
 from trajpack.packing.types import Trajectory, Turn, VersionSpan
 
 U8, I32, F32, F64 = (np.dtype(name) for name in ("u1", "<i4", "<f4", "<f8"))
-FIRST_INTEGERS = (
+INTEGERS = (
     "chain",
     "begin",
     "size",
-    "truncated",
-    "version_start",
-    "version_end",
     "num_spans",
+    *(one.attribute for one in TURN_FIELDS if not one.dtype.is_floating_point),
 )
-"""Integers of a turn that every stored form has: its chain; the tokens of its prompt (the chain
-up to there) and of its completion; whether it was truncated; first and last version; number of
-version spans, 0 where one version sampled it."""
-FIRST_FLOATS = ("reward",)
-"""Floats of a turn that every stored form has."""
-
-
-def _with_later(first: tuple[str, ...], *, floats: bool) -> tuple[str, ...]:
-    found = (one.attribute for one in TURN_FIELDS if one.dtype.is_floating_point == floats)
-    return first + tuple(name for name in found if name not in first)
-
-
-INTEGERS = _with_later(FIRST_INTEGERS, floats=False)
-"""Columns of `TrajectoryArrays.turns`; later rows of `TURN_FIELDS` are at the end."""
-FLOATS = _with_later(FIRST_FLOATS, floats=True)
+"""Columns of `TrajectoryArrays.turns`: the chain of the turn; the tokens of its prompt (the chain
+up to there) and of its completion; the number of its version spans, 0 where one version sampled it;
+the integers of `TURN_FIELDS`."""
+FLOATS = tuple(one.attribute for one in TURN_FIELDS if one.dtype.is_floating_point)
 """Columns of `TrajectoryArrays.numbers`."""
 _PLACES = [(one, (INTEGERS + FLOATS).index(one.attribute)) for one in TURN_FIELDS]
 """Each field of a turn, and its place among all numbers."""
@@ -69,7 +56,7 @@ class TrajectoryArrays:
     tokens: npt.NDArray[np.int32]
     """``[tokens]``: token ids of the chains, concatenated."""
     turns: npt.NDArray[np.int32]
-    """``[turns, 8]``: chain and lengths of each turn, and its integers among `TURN_FIELDS`."""
+    """``[turns, 8]``: `INTEGERS` of each turn."""
     numbers: npt.NDArray[np.float64]
     """``[turns, 1]``: reward of each turn."""
     spans: npt.NDArray[np.int32]
@@ -194,7 +181,7 @@ class TrajectoryArrays:
             _require(abs(number) <= FLOAT32_MAX, "a reward or discount is not finite float32")
         num_chains, num_generated, num_spans = len(chain_sizes), 0, 0
         for turn, numbers in enumerate(self.turns.tolist()):
-            chain, begin, size, truncated, first, last, count, *_ = numbers
+            chain, begin, size, count, truncated, first, last, *_ = numbers
             if not (
                 0 <= chain < num_chains
                 and begin > 0 <= size
@@ -237,7 +224,7 @@ class TrajectoryArrays:
         turns, generated, num_spans = list[Turn](), 0, 0
         tables = zip(self.turns.tolist(), self.numbers.tolist(), strict=True)
         for index, (integers, floats) in enumerate(tables):
-            chain, begin, size, _, _, _, count, *_ = integers
+            chain, begin, size, count, *_ = integers
             start, sampled, end = starts[chain], generated + size, num_spans + count
             middle = start + begin
             fields: dict[str, Any] = {
@@ -263,13 +250,6 @@ class TrajectoryArrays:
             )
             generated, num_spans = sampled, end
         return turns
-
-
-def widened(values: npt.NDArray[Any], num_rows: int, width: int, fill: int = 0) -> npt.NDArray[Any]:
-    """Return a table with the last columns, which forms of older releases lack, as ``fill``."""
-    known = values.reshape(num_rows, values.size // num_rows if num_rows else width)
-    missing = (0, 0), (0, width - known.shape[1])
-    return np.pad(known, missing, constant_values=fill)
 
 
 def as_rows(declared: TokenField, raw: npt.NDArray[np.uint8], num_generated: int) -> Any:

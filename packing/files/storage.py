@@ -20,13 +20,7 @@ import torch
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.buffer.buffer import pack
 from trajpack.packing.buffer.chains import TrajectoryLabels
-from trajpack.packing.buffer.trajectory_arrays import (
-    INTEGERS,
-    TrajectoryArrays,
-    as_array,
-    as_tensor,
-    widened,
-)
+from trajpack.packing.buffer.trajectory_arrays import TrajectoryArrays, as_array, as_tensor
 from trajpack.packing.conversion import shown
 from trajpack.packing.durable_files import remove_leftovers, replacing
 from trajpack.packing.text import one_line
@@ -37,7 +31,7 @@ from trajpack.packing.types import Trajectory
 
 Arrays = dict[str, npt.NDArray[Any]]
 
-FORMAT, SCHEMA_VERSION = "trajpack.PackedBatch", "3"
+FORMAT, SCHEMA_VERSION = "trajpack.PackedBatch", "4"
 MAX_HEADER_BYTES = 1 << 24
 SOURCES = ("num_turns", "chain_sizes", "tokens", "turns", "numbers", "spans", "logprobs")
 """Arrays of `TrajectoryArrays` in a file; the rows of extra fields are in it too."""
@@ -243,7 +237,6 @@ def _batch_of(arrays: Arrays) -> tuple[PackedBatch, Mapping[str, Any]]:
     host = json.loads(arrays["host"].tobytes())
     fields = tuple(TokenField.from_json(described) for described in host["token_fields"])
     parts: dict[str, Any] = {name: arrays[name] for name in SOURCES}
-    parts["turns"] = widened(parts["turns"], len(parts["numbers"]), len(INTEGERS))
     sources = TrajectoryArrays(
         labels=tuple(TrajectoryLabels(*labels) for labels in host["labels"]),
         **parts,

@@ -42,15 +42,11 @@ def check_isolation(
     kernels. Then each sequence of more than two tokens goes through the model alone, with
     ``input_ids`` and no position, and must get the logits that it has in the batch.
 
-    In a model that keeps sequences apart logits mostly do not move by a bit, since all shapes are
-    the same. If they do, modules are compared one by one, on bitwise equal inputs. The output of a
-    module may move by 64 roundings of float32, or 2 of the model's coarsest dtype, as in kernels of
-    a mixture of experts that add in another order. More is a leak. Logits of a sequence alone may
+    Where logits move, modules are compared one by one, on bitwise equal inputs. The output of a
+    module may move by 64 roundings of float32, or 2 of the model's coarsest dtype; more is a leak,
+    as is a mixture of experts with a capacity that drops tokens. Logits of a sequence alone may
     differ by half of the digits, in the median over its tokens, since kernels for other shapes add
     in another order: this comparison finds gross errors, such as ignored positions.
-
-    A mixture of experts with a capacity drops tokens depending on all sequences. That is a leak as
-    well, and its layer is named, if the trial batch overflows it.
 
     Not found: effects that need sequences longer than 180 tokens, such as attention in chunks of
     8,192 tokens or positions scaled by the row's longest sequence; a fault where a sequence begins

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from trajpack.kernels.scan.segment_sum import segment_sum
 from trajpack.packing.batch.description import Decode, describe, sequence_spans
 from trajpack.packing.plan.plan import plan_micro_batches
 from trajpack.packing.plan.ranks import plan_ranks
@@ -133,11 +134,12 @@ def shared_prefixes(batch: PackedBatch) -> Numbers:
 
 
 def _tokens(batch: PackedBatch, kinds: Numbers, num_shared: int) -> dict[str, int]:
-    layouts = batch.layout_tokens()
+    end, begin = batch.turn_spans[:, 1].numpy().astype(np.int64), batch.turn_begin.numpy()
+    start = batch.host_lengths.starts[batch.turn_sequence.numpy()]
     return {
         **dict(zip(KINDS, kinds.sum(1).tolist(), strict=True)),
-        "turns": layouts.turns,
-        "merged": layouts.merged,
+        "turns": int((end - start).sum()),
+        "merged": int((end - begin).sum()),
         "tree": batch.num_tokens - num_shared,
         "padded": batch.max_seqlen * len(batch),
         "packed": batch.num_tokens,
@@ -213,17 +215,10 @@ def _ranks(batch: PackedBatch, capacity: int, *, num_ranks: int, align: int) -> 
     }
 
 
-def _scores(batch: PackedBatch) -> Numbers:
-    """Return the summed rewards of each trajectory."""
-    sums = np.append(0.0, batch.turn_rewards.numpy().cumsum())
-    bounds = batch.cu_turns.numpy()
-    scores: Numbers = sums[bounds[1:]] - sums[bounds[:-1]]
-    return scores
-
-
 def _groups(batch: PackedBatch) -> dict[str, Any]:
     """Return the scores, and the mean advantages, of the members of the first groups."""
-    scores, advantages = _scores(batch), _mean_advantages(batch)
+    scores = segment_sum(batch.turn_rewards, batch.cu_turns)
+    advantages = _mean_advantages(batch)
     members: dict[int, list[int]] = {}
     for trajectory, group in enumerate(batch.group_ids.tolist()):
         members.setdefault(group, []).append(trajectory)
@@ -313,7 +308,8 @@ def page_json(value: Any) -> str:
 
 def _trajectories(batch: PackedBatch, decode: Decode | None) -> dict[str, Any]:
     """Return a row for each of the first trajectories, with text as far as there is room."""
-    scores, advantages, bounds = _scores(batch), _mean_advantages(batch), batch.cu_turns.tolist()
+    scores = segment_sum(batch.turn_rewards, batch.cu_turns)
+    advantages, bounds = _mean_advantages(batch), batch.cu_turns.tolist()
     lengths = np.diff(batch.cu_generated.numpy())
     of_rows, of_texts = _Budget(MOST_ROW_BYTES), _Budget(MOST_BYTES)
     pieces, rows = _Pieces(decode, of_texts), list[dict[str, Any]]()

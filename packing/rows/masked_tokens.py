@@ -47,20 +47,20 @@ def masked_trajectory(  # noqa: PLR0913 - a keyword for each column
     Args:
         name: Id of the trajectory.
         input_ids: Token ids, ``[tokens]``.
-        mask: 1 at generated tokens, else 0, ``[tokens]``.
-        logprobs: Log-probability of each token, ``[tokens]``; ignored where nothing was generated.
+        mask: 1 at generated tokens, else 0.
+        logprobs: Log-probability of each token; ignored where nothing was generated.
         prompt_ids: Token ids before `input_ids`. All other arrays are then of `input_ids` alone,
             but for `WHOLE_SEQUENCE_FIELDS`.
-        versions: Policy version of each token, ``[tokens]``; ignored where nothing was generated.
+        versions: Policy version of each token; ignored where nothing was generated.
+        turn_ids: Number of each token's turn.
         turn_versions: Policy version of each turn; the least and the greatest for every turn if
             there are not as many as turns.
         version_range: First and last policy version of every turn, if no others are given.
-        turn_ids: Number of each token's turn, ``[tokens]``.
         reward: Reward of the last turn, in addition to `token_rewards`.
         token_rewards: Rewards at tokens, ``[tokens]``: a turn gets those up to its last token and
             after the turn before; the last turn also gets those behind it.
-        truncated: Whether the last turn was truncated.
-        stop_reason: `Turn.stop_reason` of the last turn.
+        truncated: Of the last turn.
+        stop_reason: Of the last turn.
         fields: Extra fields, ``[tokens, *]`` each, or `Ragged`. A turn keeps the rows of its
             completion, or of prompt and completion for `WHOLE_SEQUENCE_FIELDS`.
         group: Group of the trajectory.
@@ -116,6 +116,14 @@ def masked_trajectory(  # noqa: PLR0913 - a keyword for each column
             **_versions(None if of_tokens is None else of_tokens[begin:end], version_range),
         )
         turns.append(turn)
+    return Trajectory(name, turns, group)
+
+
+def joined_trajectory(
+    name: str, group: str | None, rows: Sequence[Mapping[str, Any]]
+) -> Trajectory:
+    """Return a trajectory with the turns of rows, each the arguments of `masked_trajectory`."""
+    turns = [turn for row in rows for turn in masked_trajectory(name, **row).turns]
     return Trajectory(name, turns, group)
 
 

@@ -18,7 +18,7 @@ from trajpack.packing.trajectory_log.records import DamagedLogError, Record, dec
 
 LOG = "log.sqlite"
 LOCK = "writer.lock"
-_FORMAT = {"format": "trajpack.TrajectoryLog", "version": 1}
+_FORMAT = {"format": "trajpack.TrajectoryLog", "version": 2}
 _TABLES = """
     PRAGMA page_size = 16384;
     PRAGMA journal_mode = OFF;

@@ -344,19 +344,18 @@ class TrajectoryLog:
             buffer.extend([path for record in some for path in record.arrays.trajectories()])
         return len(buffer) - before
 
-    def export_parquet(self, path: str | os.PathLike[str], *, compression_level: int = 3) -> None:
+    def export_parquet(self, path: str | os.PathLike[str]) -> None:
         """Write the episodes that `replay` yields as one Parquet file, for other tools.
 
         Args:
             path: Path of the file; an existing one is replaced when the new one is whole.
-            compression_level: Level of zstd, 1 to 22.
 
         Raises:
             DamagedLogError, OSError: As `replay`, or if the file cannot be written.
             ImportError: If pyarrow is missing: the extra ``[log]``.
-            ValueError: As `replay`, or if ``compression_level`` is out of range.
+            ValueError: As `replay`.
         """
-        write_parquet(Path(path), self._records(), self.fields, compression_level=compression_level)
+        write_parquet(Path(path), self._records(), self.fields)
 
     def _rows(self) -> list[tuple[str, Row]]:
         with self._guard:

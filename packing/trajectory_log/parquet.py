@@ -46,16 +46,8 @@ _ROW_GROUP = 256
 """Episodes of a row group of an exported file."""
 
 
-def write_parquet(
-    path: Path,
-    records: Iterator[Record],
-    fields: Sequence[TokenField],
-    *,
-    compression_level: int,
-) -> None:
+def write_parquet(path: Path, records: Iterator[Record], fields: Sequence[TokenField]) -> None:
     """Write episodes as one Parquet file; see `TrajectoryLog.export_parquet`."""
-    if not 1 <= compression_level <= 22:
-        raise ValueError(f"compression_level must be in [1, 22], got {compression_level}")
     require("pyarrow")
     import pyarrow as pa
     from pyarrow import parquet
@@ -68,10 +60,9 @@ def write_parquet(
     columns = [pa.field(name, kind, nullable=name == "error") for name, kind in kinds.items()]
     described = json.dumps({"fields": [field.as_json() for field in fields]})
     schema = pa.schema(columns).with_metadata({"trajpack": described})
-    options = {"compression": "zstd", "compression_level": compression_level}
     with (
         replacing(path) as unfinished,
-        parquet.ParquetWriter(unfinished, schema, **options) as writer,
+        parquet.ParquetWriter(unfinished, schema, compression="zstd") as writer,
     ):
         while some := [_values(record) for record in islice(records, _ROW_GROUP)]:
             typed = zip(zip(*some, strict=True), schema.types, strict=True)

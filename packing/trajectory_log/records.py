@@ -10,12 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajpack.packing.buffer.chains import TrajectoryLabels
-from trajpack.packing.buffer.trajectory_arrays import (
-    FLOATS,
-    INTEGERS,
-    TrajectoryArrays,
-    widened,
-)
+from trajpack.packing.buffer.trajectory_arrays import FLOATS, INTEGERS, TrajectoryArrays
 from trajpack.packing.token_fields import TokenField
 
 COLUMNS: dict[str, np.dtype[Any]] = {
@@ -125,13 +120,13 @@ def decoded(content: bytes, fields: tuple[TokenField, ...]) -> Record:
     raw, text_sizes, table, discounts, chains, ids, turns, numbers, spans, logprobs, *rows = columns
     try:
         episode, error, *texts = _texts(raw.tobytes(), text_sizes.tolist())
-        trajectories = widened(table, len(discounts), 6, fill=-1)
+        trajectories = table.reshape(-1, 6)
         arrays = TrajectoryArrays(
             labels=_labels(trajectories.tolist(), texts, discounts.tolist()),
             num_turns=trajectories[:, 0],
             chain_sizes=chains,
             tokens=ids,
-            turns=widened(turns, int(trajectories[:, 0].sum()), len(INTEGERS)),
+            turns=turns.reshape(-1, len(INTEGERS)),
             numbers=numbers.reshape(-1, len(FLOATS)),
             spans=spans.reshape(-1, 3),
             logprobs=logprobs,

@@ -64,17 +64,12 @@ def register_tree_attention(backend: Backend = "auto") -> None:
         ValueError: If ``backend`` is unknown.
 
     Example:
-        >>> import torch, trajpack
         >>> from trajpack.agent import build_tiny_model
+        >>> from trajpack.packing.adapters.huggingface import check_tree_attention
         >>> register_tree_attention()
         >>> model, _ = build_tiny_model(seed=0)
         >>> model.set_attn_implementation("trajpack_tree")
-        >>> turns = [trajpack.Turn([1, 2], [3], [-0.5]), trajpack.Turn([1, 2], [4], [-0.5])]
-        >>> tree = trajpack.pack_tree([trajpack.Trajectory("a", turns)])
-        >>> alone = trajpack.pack_tree([trajpack.Trajectory("a", turns[1:])])
-        >>> logits, other = (model(**batch.model_inputs()).logits[0] for batch in (tree, alone))
-        >>> torch.allclose(logits[[0, 1, 3]], other, atol=1e-5)
-        True
+        >>> check_tree_attention(model)
     """
     check_backend(backend)
     require("transformers")

@@ -105,7 +105,6 @@ OF_BATCHES: dict[str, Callable[[Any], Any]] = {
     "prime_rl": prime_rl.to_tensor_micro_batch,
     "torchtitan": torchtitan.to_training_microbatch,
     "trl": trl.to_async_row,
-    "trl, flat": trl.to_flat_async_row,
     "micro-batches": cut,
     "labels": PackedBatch.labels,
     "model_inputs": PackedBatch.model_inputs,

@@ -1,89 +1,70 @@
-"""Numbers of turns: a row of `TURN_FIELDS` puts a number into every form of a turn."""
+"""What turns and trajectories say of themselves is in every form of a batch."""
 
-import json
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
+import pickle
+from dataclasses import replace
 
 import pytest
+import torch
 
 import trajpack
+from trajpack.agent.ray import TrajectoryArrays
+from trajpack.packing import TrajectoryLog, pack_resident
 from trajpack.packing.turn_fields import TURN_FIELDS
 
-ROOT = Path(__file__).parents[2]
 VALUES = {"reward": 0.1, "truncated": True, "version_start": 3, "version_end": 5}
 VALUES |= {"stop_reason": "tool"}
-NEW = {"score": ("turn_scores", "torch.float64", 0.25), "stage": ("turn_stages", "torch.int32", 7)}
-"""Attribute of `Turn`: attribute of `PackedBatch`, dtype and value."""
-PROGRAM = Path(__file__).with_name("turn_field_forms.py")
-
-
-def trajectory():
-    turn = trajpack.Turn([1, 2], [3, 4], [-0.5, -0.5], **VALUES)
-    return trajpack.Trajectory("a", [turn])
-
-
-@pytest.mark.parametrize("field", TURN_FIELDS, ids=lambda field: field.attribute)
-def test_a_number_of_a_turn_is_in_every_form_of_a_batch(field, tmp_path):
-    packed = trajpack.pack([trajectory()])
-    trajpack.save(packed, tmp_path / "batch.safetensors")
-    loaded = trajpack.load(tmp_path / "batch.safetensors")
-    given = VALUES[field.attribute]
-    for batch in (packed, loaded):
-        tensor = getattr(batch, field.name)
-        assert (tensor.dtype, tensor.tolist()) == (field.dtype, [field.plain(given)])
-        (turn,) = batch.unpack()[0].turns
-        assert type(getattr(turn, field.attribute)) is type(given)
-        assert getattr(turn, field.attribute) == given
+OTHER = {"reward": 0.2, "truncated": False, "version_start": 4, "version_end": 6}
+OTHER |= {"stop_reason": None}
+TENSORS = {
+    "prompt_ids": torch.tensor([1, 2]),
+    "completion_ids": torch.tensor([3, 4]),
+    "completion_logprobs": torch.tensor([-0.5, -0.5]),
+}
+TURN = trajpack.Turn(**TENSORS, **VALUES)
+GIVEN = [trajpack.Trajectory(str(end), [TURN], truncated=end) for end in (None, True, False)]
 
 
 def test_the_table_has_every_number_of_a_turn():
     assert {field.attribute for field in TURN_FIELDS} == {*VALUES}
 
 
-def edited(folder, path, before, after):
-    """Insert a text before another one into a file of a copied product."""
-    text = (folder / path).read_text()
-    assert text.count(before) == 1, path
-    (folder / path).write_text(text.replace(before, after + before))
+def forms(folder):
+    """Return the trajectories as each form gives them back, and the batches among these."""
+    packed, tree = trajpack.pack(GIVEN), trajpack.pack_tree(GIVEN)
+    batches = {"batch": packed, "device batch": pack_resident(GIVEN), "tree": tree.merged()}
+    batches["narrowed"] = packed.narrow(packed.prompt_mask)
+    batches["pickled"] = pickle.loads(pickle.dumps(packed))
+    for name, batch in (("batch", packed), ("tree", tree)):
+        trajpack.save(batch, folder / name)
+        batches[f"file of a {name}"] = trajpack.load(folder / name)
+    with TrajectoryLog.open(folder / "log") as log:
+        log.append("a", GIVEN)
+        log.flush()
+        found = {"log": [one for logged in log.replay() for one in logged.trajectories]}
+    found["ray"] = pickle.loads(pickle.dumps(TrajectoryArrays.of(GIVEN))).trajectories()
+    return found | {name: batch.unpack() for name, batch in batches.items()}, batches
 
 
-@pytest.fixture(scope="module")
-def forms(tmp_path_factory):
-    """Add a row for each new number, and the attributes; return its values in every form."""
-    pytest.importorskip("pyarrow")
-    folder = tmp_path_factory.mktemp("copy")
-    product = folder / "trajpack"
-    shutil.copytree(ROOT / "src" / "trajpack", product)
-    rows = [
-        f'    TurnField("{attribute}", "{name}", {dtype}),\n'
-        for attribute, (name, dtype, _) in NEW.items()
-    ]
-    edited(product, "packing/turn_fields.py", ')\n"""Each has', "".join(rows))
-    attributes = "".join(f"    {attribute}: float = 0\n" for attribute in NEW)
-    edited(product, "packing/types.py", "\n    def __eq__(self, other: object)", attributes)
-    tensors = "".join(f"    {name}: torch.Tensor\n" for name, _, _ in NEW.values())
-    edited(product, "packing/batch/batch.py", "    turn_sequence: torch.Tensor\n", tensors)
-    done = subprocess.run(
-        [sys.executable, "-P", PROGRAM, folder, json.dumps(NEW)],
-        env=os.environ | {"PYTHONPATH": str(folder)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+def test_every_form_has_them(tmp_path):
+    found, batches = forms(tmp_path)
+    for name, trajectories in found.items():
+        assert trajectories == GIVEN, name
+        for attribute, value in VALUES.items():
+            got = getattr(trajectories[0].turns[0], attribute)
+            assert (type(got), got) == (type(value), value), name
+    for name, batch in batches.items():
+        assert batch.truncated.tolist() == [True, True, False], name
+        for field in TURN_FIELDS:
+            tensor, number = getattr(batch, field.name), field.plain(VALUES[field.attribute])
+            assert (tensor.dtype, tensor.tolist()) == (field.dtype, [number] * 3), name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("attribute", NEW)
-def test_a_row_of_the_table_adds_a_number_everywhere(forms, attribute):
-    *_, value = NEW[attribute]
-    found = {form: values[attribute] for form, values in forms.items()}
-    assert found.pop("equality") is True
-    assert set(found) == {
-        "batch", "saved file", "unpacked", "log", "Parquet", "Ray payload", "device batch",
-    }  # fmt: skip
-    assert list(found.values()) == [[value]] * len(found)
+@pytest.mark.parametrize("attribute", VALUES)
+def test_turns_that_say_other_things_differ(attribute):
+    assert replace(TURN) == TURN != replace(TURN, **{attribute: OTHER[attribute]})
+
+
+@pytest.mark.parametrize("reason", ["stopped", 1, ["stop"]])
+def test_an_unknown_stop_reason_is_refused(reason):
+    with pytest.raises(ValueError, match=r"trajectory 'a', turn 0: stop_reason must be one of"):
+        trajpack.pack([trajpack.Trajectory("a", [replace(TURN, stop_reason=reason)])])

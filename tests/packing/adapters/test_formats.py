@@ -31,7 +31,7 @@ from trajpack.packing.adapters import (
 
 GRPO_INPUTS = partial(trl.to_grpo_inputs, pad_token_id=0)
 TRAINED = [torchtitan.to_training_microbatch, torchtitan.to_training_samples, GRPO_INPUTS]
-TRAINED += [trl.to_async_samples, trl.to_async_row, trl.to_flat_async_row, tinker.to_datum_kwargs]
+TRAINED += [trl.to_async_samples, trl.to_async_row, tinker.to_datum_kwargs]
 TRAINED += [prime_rl.to_tensor_micro_batch, prime_rl.to_micro_batch, areal.to_update_dict]
 TRAINED += [nemo_rl.to_loss_inputs]
 """Formats with advantages."""
@@ -48,7 +48,7 @@ def test_a_batch_without_advantages_is_refused(convert: Any) -> None:
         convert(bare)
 
 
-PACKED = [torchtitan.to_training_microbatch, trl.to_async_row, trl.to_flat_async_row]
+PACKED = [torchtitan.to_training_microbatch, trl.to_async_row]
 PACKED += [prime_rl.to_tensor_micro_batch, prime_rl.to_micro_batch, UNTRAINED[-1]]
 """Formats of packed tokens, which take micro-batches."""
 
@@ -350,7 +350,7 @@ REFUSED: dict[Any, list[tuple[Any, dict[str, Any], str]]] = {
             r"the rows of trajectory '4_0' must have one reward, got \[0.5, 1.0\]",
         ),
         ([SAMPLE | {"response_length": 5}], {}, r"response_length must be in \[0, 4\], got 5"),
-        ([SAMPLE | {"reward": {"acc": 1}}], {}, r"reward must be a number, got \{'acc': 1\}"),
+        ([SAMPLE | {"reward": {"acc": 1}}], {}, "'4_0': reward must be a number, got dict"),
         ([SAMPLE | {"reward": "1"}], {}, "'4_0': reward must be a number, got str"),
         ([SAMPLE | {"rollout_log_probs": [-1.0]}], {}, r"logprobs must have shape \[4\]"),
     ],

@@ -22,7 +22,6 @@ from trajpack.agent import build_tiny_model
 from trajpack.packing.adapters.trl import (
     to_async_row,
     to_async_samples,
-    to_flat_async_row,
     to_grpo_inputs,
 )
 from trajpack.packing.micro_batches.alignment import Alignment
@@ -274,33 +273,6 @@ def test_the_asynchronous_trainers_loss_of_the_row_is_that_of_the_packed_tokens(
     assert state._step_forward_tokens == row.num_tokens
     several = to_async_row(row, num_trained=torch.tensor(2 * batch.num_generated))
     torch.testing.assert_close(async_loss(trl, Scorer(model), several)[0], loss / 2)
-
-
-def test_the_flat_row_has_everything_at_its_token():
-    batch = some_batch()
-    row = to_flat_async_row(batch)
-    assert row.pop("metrics") == {}
-    assert {key: tensor.dtype for key, tensor in row.items()} == {
-        "input_ids": torch.int64, "attention_mask": torch.int64, "completion_mask": torch.int64,
-        "position_ids": torch.int64, "old_log_probs": torch.float32, "advantages": torch.float32,
-        "global_n_tokens": torch.float32, "global_n_forward_tokens": torch.float32,
-        "mean_seq_len": torch.float32,
-    }  # fmt: skip
-    assert row["global_n_forward_tokens"].tolist() == [batch.num_tokens]
-    assert row["mean_seq_len"].item() == pytest.approx(batch.num_tokens / len(batch))
-    assert not row["completion_mask"][row["position_ids"] == 0].any()
-    assert row["global_n_tokens"].tolist() == [batch.num_generated]
-    model, _ = build_tiny_model(seed=0)
-    logits = model(
-        input_ids=row["input_ids"], position_ids=row["position_ids"], use_cache=False
-    ).logits.log_softmax(-1)
-    logprobs = logits[:, :-1].gather(2, row["input_ids"][:, 1:, None])[..., 0]
-    shifted = (row[key][:, 1:] for key in ("old_log_probs", "advantages", "completion_mask"))
-    ours = clipped_loss(logprobs, *shifted)
-    expected = clipped_loss(
-        packed_logprobs(model, batch), batch.rollout_logprobs, batch.advantages, batch.loss_mask
-    )
-    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("tail", ["sequence", "extend", "separate"])

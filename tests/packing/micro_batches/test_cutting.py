@@ -152,18 +152,13 @@ def test_an_empty_batch_has_nothing_but_dummies():
         assert one.is_dummy
         assert one.num_tokens == 1
     assert batch.turn_ends() == []
-    assert batch.layout_tokens() == (0, 0)
-    assert batch.layout_tokens().ratio == 1.0
 
 
 @pytest.mark.parametrize("layout", ["merged", "turns"])
 @given(drawn=trajectory_lists())
 @settings(max_examples=15)
-def test_turns_are_counted_whatever_the_layout(drawn, layout):
+def test_turns_end_where_their_sequences_do(drawn, layout):
     batch = pack(drawn, layout, device="cpu")
-    counted = batch.layout_tokens()
-    assert counted.turns == sum(pack(drawn, "turns", device="cpu").seqlens)
-    assert counted.merged == sum(pack(drawn, "merged", device="cpu").seqlens)
     ends = batch.turn_ends()
     assert [one[-1] for one in ends] == list(batch.seqlens)
     assert sum(map(len, ends)) == batch.num_turns

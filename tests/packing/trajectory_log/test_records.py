@@ -67,7 +67,7 @@ def test_a_failure_has_a_record_too():
         assert (back.episode, back.error, back.arrays.trajectories()) == ("e", error, [])
 
 
-TURNS = [(0, 3, 2, 0, 0, 1, 2, 3), (0, 6, 1, 0, 1, 1, 0, 0), (1, 1, 1, 0, 0, 0, 0, 0)]
+TURNS = [(0, 3, 2, 2, 0, 0, 1, 3), (0, 6, 1, 0, 0, 1, 1, 0), (1, 1, 1, 0, 0, 0, 0, 0)]
 
 
 def with_turn(number, **changes):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +19,17 @@ def first_line(error: BaseException) -> str:
     """Return the first line of an error's text that is not empty, or its type's name."""
     lines = (line.strip() for line in str(error).splitlines())
     return next((line for line in lines if line), type(error).__name__)
+
+
+@contextmanager
+def refused(problem: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Convert errors of these kinds, or of values, into a `SetupError` of one line."""
+    try:
+        yield
+    except SetupError:
+        raise
+    except (ValueError, *kinds) as error:
+        raise SetupError(f"{problem}{first_line(error)}") from error
 
 
 def load_model(folder: str | os.PathLike[str]) -> tuple[Any, Any]:
@@ -94,7 +107,7 @@ def _load(auto: Any, folder: str | os.PathLike[str], file: str, what: str, **opt
         raise SetupError(f"cannot load a {what} from {folder}: it is not a folder; {remedy}")
     if not (Path(folder) / file).is_file():
         raise SetupError(f"cannot load a {what} from {folder}: it has no {file}")
-    try:
+    with refused(
+        f"cannot load a {what} from {folder}: ", Exception
+    ):  # broken, it shows as any kind
         return auto.from_pretrained(folder, **_LOCAL, **options)
-    except Exception as error:  # a broken folder shows as an error of any kind
-        raise SetupError(f"cannot load a {what} from {folder}: {first_line(error)}") from error

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from trajpack.agent.errors import EpisodeCancelledError, SetupError
-from trajpack.agent.models.causal_model import save_tokenizer
+from trajpack.agent.models.causal_model import refused, save_tokenizer
 from trajpack.agent.rollout.rollout import Rollout
-from trajpack.agent.rollout.settings import SETTINGS_FILE, tokenizer_folder
+from trajpack.agent.rollout.settings import SETTINGS_FILE
 from trajpack.agent.runner.results import EpisodeResult
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.durable_files import remove_leftovers, write_durably
@@ -27,12 +27,8 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def save_rollout(batch: PackedBatch, tokenizer: Any, batch_file: Path) -> None:
-    """Write a batch and its tokenizer, replacing earlier ones.
-
-    Raises:
-        OSError: If either cannot be written; earlier files do not change then.
-    """
-    folder = tokenizer_folder(batch_file)
+    """Write a batch and its tokenizer; after an `OSError` earlier ones are unchanged."""
+    folder = batch_file.with_suffix(".tokenizer")
     with tempfile.TemporaryDirectory(".tmp", f".{folder.name}.", batch_file.parent) as unfinished:
         save_tokenizer(tokenizer, Path(unfinished, "written"))
         save(batch, batch_file)
@@ -47,11 +43,7 @@ class RolloutLog:
 
     Its folder also has the tokenizer, and the settings that decide the episodes, so that no other
     rollout continues in it. Leaving it makes all records durable, and waits for a reader that holds
-    the file, as one that was stopped by Ctrl-Z.
-
-    Raises:
-        SetupError: If another process writes the log, it is damaged, it is of another rollout, or
-            the folder cannot be written.
+    the file, as one that was stopped by Ctrl-Z. A `SetupError` says why it cannot be used.
     """
 
     def __init__(self, folder: Path, rollout: Rollout) -> None:
@@ -98,11 +90,10 @@ class RolloutLog:
     @contextmanager
     def _working(self) -> Iterator[None]:
         try:
-            yield
+            with refused(""):
+                yield
         except OSError as error:
             raise SetupError(f"cannot write {self.folder}: {error.strerror or error}") from error
-        except ValueError as error:
-            raise SetupError(str(error)) from error
 
     def _claim(self) -> None:
         """Write the settings of the rollout, or compare them with those that are there."""

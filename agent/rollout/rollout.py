@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Iterator
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    aclosing,
+    asynccontextmanager,
+)
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +22,13 @@ from trajpack.agent.engines.transformers_engine import TransformersEngine
 from trajpack.agent.environments.math_verify import MathVerifyEnvironment
 from trajpack.agent.environments.questions import Question, arithmetic_questions, load_questions
 from trajpack.agent.errors import SetupError
-from trajpack.agent.models.causal_model import ModelLimits, first_line, load_model, load_tokenizer
+from trajpack.agent.models.causal_model import (
+    ModelLimits,
+    first_line,
+    load_model,
+    load_tokenizer,
+    refused,
+)
 from trajpack.agent.models.tiny_model import build_tiny_model
 from trajpack.agent.protocols import Prompt, SamplingParams
 from trajpack.agent.rollout.settings import RolloutSettings
@@ -24,17 +37,6 @@ from trajpack.agent.runner.policy import RetryPolicy, RolloutPolicy
 from trajpack.agent.runner.runner import EpisodeResult, Progress, RolloutRunner
 from trajpack.agent.seeding import derive_seed
 from trajpack.packing.optional import require
-
-
-@contextmanager
-def refused(problem: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Convert errors of these kinds, or of values, into a `SetupError` of one line."""
-    try:
-        yield
-    except SetupError:
-        raise
-    except (ValueError, *kinds) as error:
-        raise SetupError(f"{problem}{first_line(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,6 @@ class Rollout:
     tokenizer: Any
     agent: MathMultiTurnAgent
 
-    @property
-    def num_episodes(self) -> int:
-        """Number of episodes."""
-        return len(self.prompts) * self.settings.group_size
-
     def in_order(self, results: Iterable[EpisodeResult]) -> list[EpisodeResult]:
         """Return results in order of prompt and sample."""
         place = {prompt.id: index for index, prompt in enumerate(self.prompts)}
@@ -68,14 +65,10 @@ class Rollout:
         observers: Iterable[RolloutObserver] = (),
         finished: Collection[str] = (),
     ) -> AsyncIterator[AsyncGenerator[EpisodeResult, None]]:
-        """Start environment and engine, and return the stream of results.
+        """Start environment and engine, and return the stream of results of a `RolloutRunner`.
 
-        Leaving the context cancels the running episodes and shuts both down. The arguments are
-        those of `RolloutRunner`.
-
-        Raises:
-            SetupError: If the engine or a worker cannot run the model, or the cluster has no
-                resources for the workers.
+        Leaving the context cancels the running episodes and shuts both down. A `SetupError` says
+        why the engine or a worker cannot start.
         """
         settings = self.settings
         retries = RetryPolicy(max_attempts=settings.max_attempts)
@@ -88,53 +81,82 @@ class Rollout:
         }
         async with AsyncExitStack() as stack:
             if settings.num_workers:
-                from trajpack.agent.rollout.workers import ray_runner
-
-                runner = await stack.enter_async_context(ray_runner(self, **options))
+                runner = await stack.enter_async_context(self._on_workers(**options))
             else:
-                # An engine that continues a rollout must not repeat the random numbers of the
-                # first one: its samples of a prompt would equal the earlier ones.
                 seed = settings.seed
-                if finished:
+                if finished:  # a continued rollout must not draw its earlier samples again
                     seed = derive_seed(settings.seed, "sampling", len(finished))
                 parts = await stack.enter_async_context(self.parts(seed))
                 runner = RolloutRunner(*parts, concurrency=settings.concurrency, **options)
             yield await stack.enter_async_context(aclosing(runner.run(self.prompts)))
 
     @asynccontextmanager
+    async def _on_workers(self, on_progress: Any, **options: Any) -> AsyncIterator[RolloutRunner]:
+        """Start workers on Ray, which make their own models, and return their runner."""
+        require("ray")
+        from trajpack.agent.ray.cluster import local_cluster
+        from trajpack.agent.ray.worker import WorkerOptions
+        from trajpack.agent.ray.workers import RolloutWorkers
+
+        count, device = self.settings.num_workers, self.settings.device.partition(":")[0]
+        settings = replace(self.settings, device=device)  # a worker sees only its own GPUs
+        alike = replace(self, model=None, settings=settings)
+        cores, gpus = max(count, os.cpu_count() or 1), torch.cuda.device_count()
+        async with AsyncExitStack() as stack:
+            stack.enter_context(local_cluster(num_cpus=cores, num_gpus=gpus))
+            share = 0.0
+            if device == "cuda":
+                import ray
+
+                gpus = int(ray.cluster_resources().get("GPU", 0))  # of other machines, too
+                if not gpus:
+                    raise SetupError("the cluster has no GPU for the workers")
+                share = 1.0 / -(-count // gpus)  # all fit, and none spans two
+            each = WorkerOptions(concurrency=-(-settings.concurrency // count), num_gpus=share)
+            workers = RolloutWorkers(partial(_parts_of, alike), count, options=each)
+            try:
+                await stack.enter_async_context(workers)
+            except Exception as error:
+                cause = getattr(error, "cause", error)  # the worker's error, in Ray's wrapping
+                problem = "" if isinstance(cause, SetupError) else "a worker cannot start: "
+                raise SetupError(f"{problem}{first_line(cause)}") from error
+
+            def tell(progress: Progress) -> None:
+                counts = {"num_turns": workers.num_turns, "num_tokens": workers.num_tokens}
+                on_progress(replace(progress, **counts))
+
+            yield workers.runner(on_progress=on_progress and tell, **options)
+
+    @asynccontextmanager
     async def parts(
         self, seed: int
     ) -> AsyncIterator[tuple[Any, MathMultiTurnAgent, MathVerifyEnvironment]]:
-        """Start an engine that samples with ``seed``, and an environment; return the agent too.
-
-        Raises:
-            SetupError: If the engine cannot start.
-        """
+        """Start an engine that samples with ``seed``, and an environment; return the agent too."""
         settings = self.settings
-        work = "use the servers" if settings.has_servers else "run this model"
         async with MathVerifyEnvironment(self.questions) as environment, AsyncExitStack() as stack:
-            with refused(f"the engine cannot {work}: ", RuntimeError):
-                if settings.has_servers:
+            with refused("the engine cannot start: ", RuntimeError):
+                if settings.servers:
                     engine = _server_engine(settings, seed)
                 else:
-                    model = self.model or _load_model(settings)[0].to(settings.device)
-                    engine = TransformersEngine(model, seed=seed)
+                    model, name = self.model, settings.model
+                    if model is None:  # it is a worker's
+                        model, _ = load_model(name) if name else build_tiny_model(settings.seed)
+                    engine = TransformersEngine(model.to(settings.device), seed=seed)
                 await stack.enter_async_context(engine)
             yield engine, self.agent, environment
 
 
-def prepare_rollout(settings: RolloutSettings) -> Rollout:
-    """Load or make the parts of a rollout, and check that they fit together.
+def _parts_of(rollout: Rollout, number: int) -> AbstractAsyncContextManager[Any]:
+    """Return the context of a worker; each start has its own sampling seed."""
+    return rollout.parts(derive_seed(rollout.settings.seed, "sampling", number, time.time_ns()))
 
-    Raises:
-        SetupError: If a file cannot be read, the device does not exist, or a question is too long
-            for the model.
-        ModuleNotFoundError: If an optional package is missing.
-    """
+
+def prepare_rollout(settings: RolloutSettings) -> Rollout:
+    """Load or make the parts of a rollout; a `SetupError` says what does not fit together."""
     require("anyio", "jinja2", "math_verify", "transformers")
     from jinja2 import TemplateError
 
-    if settings.has_servers:
+    if settings.servers:
         _server_engine(settings, 0)  # a wrong address is seen before anything is loaded
     if settings.dataset is None:
         questions = arithmetic_questions(settings.num_prompts, settings.seed)
@@ -144,11 +166,12 @@ def prepare_rollout(settings: RolloutSettings) -> Rollout:
     device = settings.device
     with refused(f"device {device!r} cannot be used: ", RuntimeError, AssertionError):
         torch.zeros(1, device=device).tolist()
-    if settings.model is not None and (settings.has_servers or settings.num_workers):
+    if settings.model is not None and (settings.servers or settings.num_workers):
         model, tokenizer = None, load_tokenizer(settings.model)
         limits = ModelLimits.load(settings.model)
     else:
-        model, tokenizer = _load_model(settings)
+        name = settings.model
+        model, tokenizer = load_model(name) if name else build_tiny_model(settings.seed)
         limits = ModelLimits.of(model.config)
         model = None if settings.num_workers else model.to(device)
     agent = MathMultiTurnAgent(
@@ -171,10 +194,6 @@ def prepare_rollout(settings: RolloutSettings) -> Rollout:
                 f"{settings.max_new_tokens:,} new ones, the model has {most:,} positions"
             )
     return Rollout(settings, questions, prompts, model, tokenizer, agent)
-
-
-def _load_model(settings: RolloutSettings) -> tuple[Any, Any]:
-    return load_model(settings.model) if settings.model else build_tiny_model(settings.seed)
 
 
 def _server_engine(settings: RolloutSettings, seed: int) -> Any:

@@ -23,10 +23,8 @@ class RolloutSettings:
     """Settings of a rollout; ``trajpack rollout --help`` says what each is, and checks its range.
 
     They give the same questions, weights and order of trajectories each time, and the same tokens
-    if ``concurrency`` is 1 and the rollout is neither continued from a log nor run by workers.
-
-    Raises:
-        SetupError: If settings do not fit together.
+    if ``concurrency`` is 1 and the rollout is neither continued from a log nor run by workers. A
+    `SetupError` says that they do not fit together.
     """
 
     dataset: Path | None = None
@@ -50,34 +48,22 @@ class RolloutSettings:
     def __post_init__(self) -> None:
         if not math.isfinite(self.turn_discount):
             raise SetupError(f"--turn-discount must be finite, got {self.turn_discount}")
-        if self.servers and not self.has_servers:
+        has_servers = self.engine != "transformers"
+        if self.servers and not has_servers:
             raise SetupError("--engine must be sglang or vllm where a server is given")
-        if self.has_servers and not self.servers:
+        if has_servers and not self.servers:
             raise SetupError(f"--server is missing: with {self.engine} give each address")
-        if self.has_servers and self.model is None:
+        if has_servers and self.model is None:
             raise SetupError(f"--model is missing: with {self.engine} it names the tokenizer")
-
-    @property
-    def has_servers(self) -> bool:
-        """Whether servers generate, over HTTP."""
-        return self.engine != "transformers"
-
-
-def tokenizer_folder(batch_file: Path) -> Path:
-    """Return the folder of a batch's tokenizer, such as ``demo/batch.tokenizer``."""
-    return batch_file.with_suffix(".tokenizer")
 
 
 def check_places(batch_file: Path, answers: Path | None, *, replace: bool) -> None:
-    """Raise `SetupError` unless a rollout overwrites only what it may.
-
-    It may ``replace`` an earlier batch, and the folder of a tokenizer that has a tokenizer.
-    """
+    """Raise `SetupError` if more is lost than an earlier batch, if it may be, and its tokenizer."""
     if batch_file.suffix != ".safetensors" or batch_file.is_dir():
         raise SetupError(f"--out must be a .safetensors file, got {batch_file}")
     if batch_file.exists() and not replace:
         raise SetupError(f"{batch_file} exists; --force replaces it")
-    folder = tokenizer_folder(batch_file)
+    folder = batch_file.with_suffix(".tokenizer")
     for place in (batch_file, folder):
         if answers is not None and answers.resolve().is_relative_to(place.resolve()):
             raise SetupError(f"--answers must not be {place} or in it, got {answers}")

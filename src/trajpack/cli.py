@@ -1,14 +1,8 @@
 """The entry of the command ``trajpack``: its errors and exit statuses.
 
-The exit status is
-
-- 0 for success;
-- 1 after a broken pipe of the results (``trajpack inspect ... | head``), without a word;
-- 2 for a wrong request, for a file or standard output that cannot be read or written, and for
-  an engine that ended before the rollout did, with one line on standard error;
-- 130 after Ctrl-C, and after a SIGTERM that ended a rollout.
-
-A rollout that ends with 2 or by a signal names the files that it wrote.
+The status is 0 for success; 1 after a broken pipe of the results, without a word; 2 for what is
+refused, cannot be read or written, or has ended early, with one line on standard error; 130 after
+Ctrl-C, and after a SIGTERM that ended a rollout.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from trajpack.agent.environments.questions import arithmetic_questions
 from trajpack.agent.errors import EngineEndedError
 from trajpack.agent.models.tiny_model import build_tiny_model
 from trajpack.agent.protocols import Prompt
-from trajpack.agent.rollout.settings import RolloutSettings, tokenizer_folder
+from trajpack.agent.rollout.settings import RolloutSettings
 from trajpack.agent.runner import silence
 from trajpack.agent.runner.runner import EpisodeResult, Progress
 from trajpack.cli import main
@@ -324,7 +324,8 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
 ) -> None:
     console = Console(file=io.StringIO(), force_terminal=force_terminal, width=120)
     first = Progress(num_finished=1, num_turns=2, num_tokens=50, elapsed_s=1.0)
-    with rollout.EpisodeBoard(3, console) as board:
+    board = rollout.EpisodeBoard(3, console)
+    with board.bar:
         for progress in (first, first, LAST):
             board.update(progress)
     assert board.progress is LAST
@@ -410,7 +411,7 @@ def test_a_signal_outside_the_episodes_ends_at_once_and_names_the_written_batch(
     said = f"the batch is in {out}" if is_written else "no batch was written"
     assert done.stderr.endswith(f"trajpack: interrupted: {said}\n")
     assert out.exists() == is_written
-    assert tokenizer_folder(out).exists() == is_written
+    assert out.with_suffix(".tokenizer").exists() == is_written
     assert signal.getsignal(signal.SIGTERM) is before
 
 

@@ -78,7 +78,7 @@ REFUSED = [
     ("rollout --out batch.safetensors", "batch.safetensors exists; --force replaces it"),
     ("replay log --out ''", "--out must be a .safetensors file, got ."),
     ("replay log --out batch.safetensors", "batch.safetensors exists; --force replaces it"),
-    ("report /", "--out is missing: / has no name"),
+    ("report /", "--out must be an .html file"),
     ("report batch.safetensors --out page.txt", "--out must be an .html file, got page.txt"),
     ("report batch.safetensors --out ''", "--out must be an .html file, got ."),
     ("report run", "run.json exists; --force replaces it"),

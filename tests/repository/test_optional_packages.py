@@ -146,7 +146,6 @@ BEHIND = {
     "agent/runner/trajectory_check.py": "agent/runner/runner.py",
     "agent/environments/answer_worker.py": "agent/environments/math_verify.py",
     "agent/ray/worker.py": "agent/ray/workers.py",
-    "agent/rollout/workers.py": "agent/ray/cluster.py",
     "agent/servers/client.py": "agent/servers/engine.py",
     "agent/servers/response_types.py": "agent/servers/engine_response.py",
     "agent/engines/transformers_batching.py": "agent/engines/transformers_engine.py",

@@ -1,7 +1,5 @@
 """The sub-commands: their options, and what is refused before torch is imported."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -56,11 +54,6 @@ def _option(text: str, *names: str) -> Any:
 
 def _count(text: str, *names: str, least: int = 1, most: int = 10_000_000) -> Any:
     return typer.Option(*names, help=text, min=least, max=most)
-
-
-def _check_free(file: Path, force: bool) -> None:
-    if file.exists() and not force:
-        raise SetupError(f"{file} exists; --force replaces it")
 
 
 _BatchFile: TypeAlias = Annotated[
@@ -161,8 +154,6 @@ def replay(
 ) -> None:
     """Pack the episodes of a log.
 
-    The batch is described, and saved if --out is given.
-
     Example: trajpack replay run --out again.safetensors
     """
     if out is not None:
@@ -187,9 +178,7 @@ def inspect_batch(
     full: Annotated[bool, _option("Show all tokens, and all prefix breaks.", "--full")] = False,
     as_json: Annotated[bool, _option(_JSON, "--json")] = False,
 ) -> None:
-    """Show what is in a packed batch.
-
-    Some of its sequences are shown in full text, by role.
+    """Show what is in a packed batch, and some of its text by role.
 
     Example: trajpack inspect batch.safetensors --order worst --sequences 1
     """
@@ -197,9 +186,9 @@ def inspect_batch(
 
     if as_json:
         inspect_as_json(file)
-        return
-    chosen = {"name": name, "group": group, "order": order}
-    inspect_file(file, tokenizer, chosen, most=sequences, full=full)
+    else:
+        chosen = {"name": name, "group": group, "order": order}
+        inspect_file(file, tokenizer, chosen, most=sequences, full=full)
 
 
 _CAPACITY = "Tokens of a micro-batch. [default: twice the longest sequence]"
@@ -217,21 +206,17 @@ def report(
     align: _Align = 1,
     force: _Force = False,
 ) -> None:
-    """Draw a batch or a log on a page.
-
-    The page shows micro-batches, lengths, rewards and texts. It is one file that loads nothing.
-    Its numbers are written as JSON beside it.
+    """Draw a batch or a log on a page, with its numbers beside it.
 
     Example: trajpack report batch.safetensors --capacity 16384 --out page.html
     """
     place = source if source.name.strip(".") else source.resolve()  # "." has no name
-    if out is None and not place.name:
-        raise SetupError(f"--out is missing: {source} has no name that the page could have")
-    page = place.with_suffix(".html") if out is None else out
+    page = place.parent / f"{place.stem}.html" if out is None else out
     if page.suffix != ".html" or page.is_dir():
         raise SetupError(f"--out must be an .html file, got {page}")
     for file in (page, page.with_suffix(".json")):
-        _check_free(file, force)
+        if file.exists() and not force:
+            raise SetupError(f"{file} exists; --force replaces it")
     from trajpack.commands.saved import report_source
 
     options = {"capacity": capacity, "num_ranks": ranks, "align": align}
@@ -256,15 +241,11 @@ def plan(
     oversized: Annotated[Oversized, _option(_OVERSIZED)] = "raise",
     as_json: Annotated[bool, _option(_PLAN_JSON, "--json")] = False,
 ) -> None:
-    """Show the micro-batches of a saved batch.
-
-    Their number, fill, padding and balance are shown.
+    """Show the number, fill, padding and balance of micro-batches.
 
     Example: trajpack plan batch.safetensors --capacity 16384 --ranks 8
     """
     from trajpack.commands.plan import plan_file
 
-    options: dict[str, Any] = {"align": align, "oversized": oversized}
-    if algorithm is not None:
-        options["algorithm"] = algorithm
-    plan_file(file, capacity, ranks, options=options, as_json=as_json)
+    options = {"algorithm": algorithm, "align": align, "oversized": oversized}
+    plan_file(file, capacity, ranks, options, as_json=as_json)

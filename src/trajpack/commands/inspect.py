@@ -7,12 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trajpack.agent.errors import SetupError
-from trajpack.agent.models.causal_model import first_line, load_tokenizer
+from trajpack.agent.models.causal_model import load_tokenizer, refused
 from trajpack.agent.models.hub import model_folder
-from trajpack.agent.rollout.settings import tokenizer_folder
 from trajpack.commands.panels import chosen_sequences, sequence_panel
-from trajpack.commands.terminal import make_console, say, show, tell
+from trajpack.commands.terminal import say, show
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.batch.description import Decode, counted, describe
 from trajpack.packing.files.storage import load
@@ -32,25 +30,21 @@ def inspect_file(
 ) -> None:
     """Show a summary of a batch and ``most`` sequences of those of `chosen_sequences`."""
     batch = load_batch(file)
-    try:
+    with refused(""):
         sequences = chosen_sequences(batch, **chosen)
-    except ValueError as error:
-        raise SetupError(first_line(error)) from error
     has_tree = batch.layout == "merged" and batch.num_turns
     tree = tree_of(batch).statistics() if has_tree else None
     has_breaks = tree is not None and len(tree.breaks) > 0
     decode = None
     if sequences[:most] or has_breaks:
-        decode = decoder_of(batch, tokenizer_folder(file), tokenizer)
-    console = make_console()
-    show(console, file.name, [*describe(batch), *(describe_tree(tree) if tree else [])])
+        decode = decoder_of(batch, file.with_suffix(".tokenizer"), tokenizer)
+    panels = [sequence_panel(batch, one, decode, full=full) for one in sequences[:most]]
+    rest = counted(len(sequences) - most, "more sequence")
+    lines = [f"{rest}; --sequences {len(sequences)} shows all"] * (most < len(sequences))
+    rows = [*describe(batch), *(describe_tree(tree) if tree else [])]
+    show(file.name, rows, *panels, *lines)
     if tree is not None and has_breaks:
-        show(console, "prefix breaks", break_rows(tree, batch.ids, decode, full=full))
-    for sequence in sequences[:most]:
-        console.print(sequence_panel(batch, sequence, decode, full=full))
-    if most < len(sequences):
-        hidden = counted(len(sequences) - most, "more sequence")
-        tell(console, f"{hidden}; --sequences {len(sequences)} shows all")
+        show("prefix breaks", break_rows(tree, batch.ids, decode, full=full))
 
 
 def inspect_as_json(file: Path) -> None:
@@ -60,20 +54,12 @@ def inspect_as_json(file: Path) -> None:
 
 def load_batch(file: Path) -> PackedBatch:
     """Read a batch, or raise `SetupError`."""
-    try:
+    with refused(""):
         return load(file)
-    except ValueError as error:
-        raise SetupError(str(error)) from error
 
 
 def decoder_of(batch: PackedBatch, beside: Path, tokenizer: str | None) -> Decode | None:
-    """Return the decoding of a tokenizer, or ``None`` if there is none.
-
-    Args:
-        batch: Batch whose tokens are decoded.
-        beside: Folder of the tokenizer, if there is one and no other is asked for.
-        tokenizer: Folder, or name on the hub, that was asked for.
-    """
+    """Return the decoding of the tokenizer asked for, or of the one beside, if there is one."""
     if tokenizer is not None:
         loaded = load_tokenizer(model_folder(tokenizer, say, weights=False))
     elif not beside.is_dir():

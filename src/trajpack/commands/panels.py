@@ -26,13 +26,7 @@ def chosen_sequences(
     group: str | None = None,
     order: Literal["batch", "best", "worst"] = "batch",
 ) -> list[int]:
-    """Return the sequences of some trajectories.
-
-    Args:
-        batch: Batch on any device.
-        name: Name of a trajectory; ``None`` is any.
-        group: Group of trajectories; ``None`` is any.
-        order: Order of the batch, or by the trajectory's summed rewards.
+    """Return the sequences of trajectories in order of the batch, or by their summed rewards.
 
     Raises:
         ValueError: If no trajectory has that name or group.
@@ -62,13 +56,7 @@ def sequence_panel(
 
     Each span has a line that begins with its kind. A line about the turn is above the span that it
     generated. A long span is shortened in the middle, and only the first spans of a long sequence
-    are shown. Control characters and markup of the text are escaped.
-
-    Args:
-        batch: Batch on any device.
-        sequence: Index of the sequence.
-        decode: Function from token ids to text; ``None`` shows the ids.
-        full: Whether to show all tokens of all spans.
+    are shown, unless ``full``. Control characters and markup of the text are escaped.
     """
     grid = Table.grid(padding=(0, 1))
     grid.add_column(no_wrap=True, justify="right")

@@ -7,31 +7,29 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trajpack.agent.errors import SetupError
-from trajpack.agent.models.causal_model import first_line
+from trajpack.agent.models.causal_model import refused
 from trajpack.commands.inspect import load_batch
-from trajpack.commands.terminal import make_console, show
+from trajpack.commands.terminal import show
 from trajpack.packing.plan.plan import Plan, plan_micro_batches
 from trajpack.packing.plan.ranks import plan_ranks
 
 
 def plan_file(
-    file: Path, capacity: int, ranks: int, *, options: dict[str, Any], as_json: bool
+    file: Path, capacity: int, ranks: int, options: dict[str, Any], *, as_json: bool
 ) -> None:
     """Plan the micro-batches of a saved batch and show the plan."""
     batch = load_batch(file)
+    options = {name: value for name, value in options.items() if value is not None}
     if options["oversized"] == "truncate_at_turn":
         options = {**options, "turn_ends": batch.turn_ends()}
     plans: tuple[Plan, ...]
-    try:
+    with refused(""):
         if ranks == 1:
             plan = plan_micro_batches(batch.seqlens, capacity, **options)
             plans, found = (plan,), plan.statistics()
         else:
             of_ranks = plan_ranks(batch.seqlens, ranks, capacity, **options)
             (plans,), found = of_ranks.plans, of_ranks.statistics()
-    except ValueError as error:
-        raise SetupError(first_line(error)) from error
     if as_json:
         sequences = [[micro_batch.tolist() for micro_batch in plan] for plan in plans]
         print(json.dumps({"statistics": dataclasses.asdict(found), "ranks": sequences}))  # noqa: T201
@@ -56,4 +54,4 @@ def plan_file(
         each = [f"{int(plan.loads.sum()):,}" for plan in plans]
         rows["largest rank"] = f"{found.rank_token_imbalance:.3f} times the mean in tokens"
         rows[f"tokens of {ranks} ranks"] = ", ".join(each)
-    show(make_console(), file.name, rows.items())
+    show(file.name, rows.items())

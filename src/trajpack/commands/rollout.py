@@ -9,10 +9,10 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import Progress as Bar
@@ -21,10 +21,10 @@ from trajpack.agent.errors import SetupError, has_engine_ended
 from trajpack.agent.models.hub import model_folder
 from trajpack.agent.rollout.files import RolloutLog, save_rollout
 from trajpack.agent.rollout.rollout import Rollout, prepare_rollout
-from trajpack.agent.rollout.settings import LayoutName, RolloutSettings, tokenizer_folder
+from trajpack.agent.rollout.settings import LayoutName, RolloutSettings
 from trajpack.agent.runner import silence
 from trajpack.agent.runner.runner import EpisodeResult, Progress
-from trajpack.commands.terminal import make_console, say, show, tell, writing
+from trajpack.commands.terminal import say, show, writing
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.batch.description import counted, describe
 from trajpack.packing.buffer.buffer import TrajectoryBuffer
@@ -72,7 +72,7 @@ def _prepare(settings: RolloutSettings, out: Path) -> Rollout:
     of_transformers.set_verbosity_error()
     of_transformers.disable_progress_bar()
     if settings.model is not None:
-        folder = model_folder(settings.model, say, weights=not settings.has_servers)
+        folder = model_folder(settings.model, say, weights=not settings.servers)
         settings = replace(settings, model=folder)
     say("loading model and questions")
     prepared = prepare_rollout(settings)
@@ -92,18 +92,19 @@ def _prepare(settings: RolloutSettings, out: Path) -> Rollout:
 def _roll_out(prepared: Rollout, layout: LayoutName, out: Path, *, saved: list[Path]) -> int:
     """Roll out; add ``out`` to ``saved`` once the batch is written."""
     settings = prepared.settings
+    total = len(prepared.prompts) * settings.group_size
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(RolloutLog(settings.log, prepared)) if settings.log else None
-        observers = stack.enter_context(_metrics(settings.metrics_port))
-        progress, results, status = _run_episodes(prepared, log, observers)
+        port = settings.metrics_port
+        observers = [] if port is None else [stack.enter_context(_served_metrics(port))]
+        progress, results, status = _run_episodes(prepared, total, log, observers)
         results = prepared.in_order(results)
         errors = [result.error for result in results if result.error is not None]
         failures = Counter(error.reason for error in errors).most_common(5)
         ended = next((error.reason for error in errors if has_engine_ended(error)), "")
         if ended:
-            num_left = prepared.num_episodes - len(results)
-            num_failed = f"{len(errors):,} of {prepared.num_episodes:,} episodes failed"
-            ended = f"{ended}: {num_failed} and {num_left:,} were never started"
+            ended += f": {len(errors):,} of {total:,} episodes failed and "
+            ended += f"{total - len(results):,} were never started"
         if len(errors) == len(results):
             if status:
                 raise KeyboardInterrupt
@@ -120,35 +121,32 @@ def _roll_out(prepared: Rollout, layout: LayoutName, out: Path, *, saved: list[P
             save_rollout(batch, prepared.tokenizer, out)
         saved.append(out)
         rows = report(results, progress, batch, num_merged=buffer.num_tokens)
-        rows += [*tree_rows(batch, layout), *failure_rows(failures)]
-        console = make_console()
-        show(console, f"{len(results):,} of {prepared.num_episodes:,} episodes", rows)
-        if settings.model is None:
-            tell(console, "The tiny model has random weights: a right answer is luck.")
-        places = {"batch": out, "tokenizer": tokenizer_folder(out), "answers": settings.answers}
-        for name, place in (places | {"log": settings.log}).items():
-            if place is not None:
-                tell(console, f"{name:10} {place}")
-        tell(console, f"Look at it with: trajpack inspect {out}")
+        rows += [*batch_rows(batch, layout), *((f"failed {n:,}", text) for text, n in failures)]
+        places = {"batch": out, "tokenizer": out.with_suffix(".tokenizer")}
+        places |= {"answers": settings.answers, "log": settings.log}
+        luck = "The tiny model has random weights: a right answer is luck."
+        show(
+            f"{len(results):,} of {total:,} episodes",
+            rows,
+            *[luck] * (settings.model is None),
+            *(f"{name:10} {place}" for name, place in places.items() if place is not None),
+            f"Look at it with: trajpack inspect {out}",
+        )
         if ended:
             raise SetupError(ended)
     return status
 
 
 def _run_episodes(
-    prepared: Rollout, log: RolloutLog | None, observers: Sequence[RolloutMetrics]
+    prepared: Rollout, total: int, log: RolloutLog | None, observers: Sequence[RolloutMetrics]
 ) -> tuple[Progress, list[EpisodeResult], int]:
-    """Run the episodes that the log does not have; return progress, all results and the status.
-
-    The status is 130 if a signal stopped the episodes.
-    """
+    """Run the episodes that the log does not have; return progress, all results and the status."""
     results: list[EpisodeResult] = []
     finished = frozenset[str]() if log is None else log.finished
     if log is not None and finished:
-        there = f"{len(finished):,} of {prepared.num_episodes:,} episodes"
-        say(f"{log.folder} has {there}: going on from there")
+        say(f"{log.folder} has {len(finished):,} of {total:,} episodes: going on from there")
         results += log.earlier()
-    board, status = EpisodeBoard(prepared.num_episodes - len(finished)), 0
+    board, status = EpisodeBoard(total - len(finished)), 0
 
     async def gather() -> None:
         running = prepared.episodes(board.update, observers=observers, finished=finished)
@@ -158,19 +156,17 @@ def _run_episodes(
                 if log is not None:
                     log.record(result)
 
-    logger, handler = logging.getLogger("trajpack.agent"), _FirstOfEachKind()
-    logger.addHandler(handler)
-    was_propagating, logger.propagate = logger.propagate, False
+    handler = _FirstOfEachKind()
+    logging.getLogger("trajpack.agent").addHandler(handler)
     try:
-        with board:
+        with board.bar:
             if board.total:
                 asyncio.run(gather())  # the first Ctrl-C cancels it, and it ends in order
     except KeyboardInterrupt:
         status = 130
         say("stopped; saving what has finished; Ctrl-C again to give it up")
     finally:
-        logger.removeHandler(handler)
-        logger.propagate = was_propagating
+        logging.getLogger("trajpack.agent").removeHandler(handler)
     return board.progress, results, status
 
 
@@ -182,15 +178,8 @@ class EpisodeBoard:
         self.total, self.progress = total, Progress()
         self._is_live = console.is_terminal and not console.is_dumb_terminal
         self._next_line_at = 0.0
-        self._bar = Bar(console=console, disable=not self._is_live)
-        self._task = self._bar.add_task("episodes", total=total)
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._bar.stop()
+        self.bar = Bar(console=console, disable=not self._is_live)
+        self._task = self.bar.add_task("episodes", total=total)
 
     def update(self, progress: Progress) -> None:
         """Move the bar; or print a line for the first and the last episode, and between."""
@@ -202,7 +191,7 @@ class EpisodeBoard:
             f"{progress.tokens_per_s:,.0f} tokens/s, {success:.0%} right"
         )
         words += f", {progress.num_failed:,} failed" if progress.num_failed else ""
-        self._bar.update(self._task, completed=num, description=words)
+        self.bar.update(self._task, completed=num, description=words)
         is_mark = num != before and num in (1, self.total)
         if not self._is_live and (is_mark or time.monotonic() >= self._next_line_at):
             self._next_line_at = time.monotonic() + 5
@@ -225,11 +214,8 @@ class _FirstOfEachKind(logging.Handler):
 
 
 @contextlib.contextmanager
-def _metrics(port: int | None) -> Iterator[list[RolloutMetrics]]:
-    """Serve metrics if a port is given, and return their observer."""
-    if port is None:
-        yield []
-        return
+def _served_metrics(port: int) -> Iterator[RolloutMetrics]:
+    """Serve metrics on this machine, and return their observer."""
     from trajpack.agent.observability.metrics import RolloutMetrics
 
     metrics, address = RolloutMetrics(), "127.0.0.1"
@@ -242,21 +228,17 @@ def _metrics(port: int | None) -> Iterator[list[RolloutMetrics]]:
         raise SetupError(problem) from error
     say(f"metrics at http://{address}:{server.server_port}/metrics")
     try:
-        yield [metrics]
+        yield metrics
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
 
 
-def tree_rows(batch: PackedBatch, layout: LayoutName) -> list[tuple[str, str]]:
-    """Return what a report says of the tree of a batch, if the layout asked for is that."""
-    return describe_tree(tree_of(batch).statistics()) if layout == "tree" else []
-
-
-def failure_rows(failures: Iterable[tuple[str, int]]) -> list[tuple[str, str]]:
-    """Return a row for each reason of failure and its count."""
-    return [(f"failed {count:,}", reason) for reason, count in failures]
+def batch_rows(batch: PackedBatch, layout: LayoutName) -> list[tuple[str, str]]:
+    """Return what a report says of a batch, and of its tree if the layout asked for is that."""
+    tree = describe_tree(tree_of(batch).statistics()) if layout == "tree" else []
+    return [*describe(batch), *tree]
 
 
 def report(
@@ -283,4 +265,4 @@ def report(
         "padding adds": f"{capacity / batch.num_tokens - 1:.0%}: {capacity:,} tokens in place of "
         f"{batch.num_tokens:,}",
     }
-    return [*rows.items(), *describe(batch)]
+    return list(rows.items())

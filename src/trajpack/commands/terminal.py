@@ -6,13 +6,9 @@ import contextlib
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trajpack.agent.errors import SetupError
 from trajpack.packing.text import printable
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 def say(text: str) -> None:
@@ -21,17 +17,9 @@ def say(text: str) -> None:
         print(f"trajpack: {printable(text)}", file=sys.stderr, flush=True)  # noqa: T201
 
 
-def make_console() -> Console:
-    """Return a console of rich on standard output, of 1000 columns at most."""
+def show(title: str, rows: Iterable[tuple[str, str]], *others: object) -> None:
+    """Print pairs of a name and a value as a table; then what rich draws, and lines of text."""
     from rich.console import Console
-
-    console = Console(highlight=False, emoji=False)
-    console.width = min(console.width, 1000)  # that of the terminal may be anything
-    return console
-
-
-def show(console: Console, title: str, rows: Iterable[tuple[str, str]]) -> None:
-    """Print pairs of a name and a value as a table."""
     from rich.table import Table
     from rich.text import Text
 
@@ -39,13 +27,13 @@ def show(console: Console, title: str, rows: Iterable[tuple[str, str]]) -> None:
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     for name, value in rows:
-        table.add_row(Text(name), Text(printable(value)))
+        table.add_row(name, Text(printable(value)))
+    console = Console(highlight=False, emoji=False)
+    console.width = min(console.width, 1000)  # that of the terminal may be anything
     console.print(table)
-
-
-def tell(console: Console, text: str) -> None:
-    """Print one line without wrapping, so that paths can be copied."""
-    console.print(printable(text), markup=False, soft_wrap=True)
+    for other in others:
+        is_line = isinstance(other, str)  # not wrapped, so that paths can be copied
+        console.print(Text(printable(other)) if is_line else other, soft_wrap=is_line)
 
 
 @contextlib.contextmanager

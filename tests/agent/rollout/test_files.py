@@ -11,7 +11,7 @@ import pytest
 from trajpack import Trajectory, Turn, load, pack
 from trajpack.agent.errors import SetupError
 from trajpack.agent.rollout.files import save_rollout
-from trajpack.agent.rollout.settings import check_places, tokenizer_folder
+from trajpack.agent.rollout.settings import check_places
 
 BATCH = pack([Trajectory("a", [Turn([1], [2], [-1.0])])])
 
@@ -37,7 +37,7 @@ def test_the_tokenizer_of_an_earlier_batch_is_replaced(tmp_path: Path) -> None:
     os.utime(leftover, (0, 0))
     for name in ("first", "second"):
         save_rollout(BATCH, NamedTokenizer(name), out)
-        assert [path.name for path in tokenizer_folder(out).iterdir()] == [name]
+        assert [path.name for path in out.with_suffix(".tokenizer").iterdir()] == [name]
     assert load(out).ids == ("a",)
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -61,7 +61,7 @@ def test_earlier_files_stay_if_new_ones_cannot_be_written(
         monkeypatch.setattr("trajpack.agent.rollout.files.save", fail)
     with pytest.raises(type(error)):
         save_rollout(BATCH, FullDisk() if place == "tokenizer" else NamedTokenizer("second"), out)
-    assert [path.name for path in tokenizer_folder(out).iterdir()] == ["first"]
+    assert [path.name for path in out.with_suffix(".tokenizer").iterdir()] == ["first"]
     assert out.stat().st_ino == before.st_ino
     assert len(list(tmp_path.iterdir())) == 2
 

@@ -153,6 +153,8 @@ class ServerFleet(ServedEngine):
         self._gate.set()
         self._healthy = asyncio.Event()  # set while a server is healthy
         self._updating = asyncio.Lock()
+        self._deadlines: set[asyncio.Timeout] = set()  # of requests in flight
+        self._is_idle = asyncio.Event()
 
     @property
     def version(self) -> int:
@@ -252,12 +254,19 @@ class ServerFleet(ServedEngine):
 
     async def __aexit__(self, *exc_info: object) -> None:
         self._end_serving(End("the engine was shut down", has_left=True))
-        probes = self._probes()
-        for probe in probes:
+        for deadline in self._deadlines:
+            if not deadline.expired():
+                deadline.reschedule(0)
+        for probe in self._probes():
             probe.cancel()
-        await asyncio.gather(*probes, return_exceptions=True)
-        if self._client is not None:
-            await self._client.close()
+        try:
+            await asyncio.gather(*self._probes(), return_exceptions=True)
+            while self._deadlines:
+                self._is_idle.clear()
+                await self._is_idle.wait()
+        finally:
+            if self._client is not None:
+                await self._client.close()
 
     async def _start(self) -> None:
         """Greet every server, and wait until one is healthy."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
-from trajpack.agent.engines.serving import End
 from trajpack.agent.engines.transformers_batching import Limits, read_prompt, read_sampling
 from trajpack.agent.errors import (
     GenerationError,
@@ -53,11 +52,7 @@ class ServerEngine(ServerFleet):
     _filters_are_processed: ClassVar[bool]
     """Whether "processed" log-probabilities are those after top-k and top-p."""
 
-    def __init__(self, urls: str | Sequence[str], **arguments: Any) -> None:
-        super().__init__(urls, **arguments)
-        self._has_warned = False
-        self._deadlines: set[asyncio.Timeout] = set()
-        self._is_idle = asyncio.Event()
+    _has_warned = False
 
     @abstractmethod
     def _write(
@@ -77,18 +72,6 @@ class ServerEngine(ServerFleet):
     def _falls_back(self, server: Server, error: RefusedError) -> bool:
         """Switch a server that refused to another endpoint, if there is one."""
         return False
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        self._end_serving(End("the engine was shut down", has_left=True))
-        for deadline in self._deadlines:
-            if not deadline.expired():
-                deadline.reschedule(0)
-        try:
-            while self._deadlines:
-                self._is_idle.clear()
-                await self._is_idle.wait()
-        finally:
-            await super().__aexit__()
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
         """Return one completion; a cancelled call ends its generation.

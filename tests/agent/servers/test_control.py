@@ -42,100 +42,63 @@ def listening(say: Say, *paths: str, answer: Answer = OK) -> Say:
     return both
 
 
-def test_a_version_is_declared_and_told() -> None:
-    say = listening(say_sglang, "/update_weight_version")
-
-    async def body() -> None:
-        async with serving(SGLangEngine, say, 2, version=3) as (servers, engine):
-            await engine.set_version(4)
-            assert engine.version == 4
-            for server in servers:
-                assert server.asked[-1].payload == {
-                    "new_version": "4",
-                    "abort_all_requests": False,
-                }
-            with pytest.raises(ValueError, match=r"version must be in \[4, "):
-                await engine.set_version(3)
-            assert engine.version == 4
-        with pytest.raises(RuntimeError, match="a weight update: the engine is not running"):
-            await engine.set_version(5)
-
-    asyncio.run(body())
-
-
-def test_a_version_may_be_declared_where_nobody_listens() -> None:
-    async def body() -> None:
-        async with serving(VLLMEngine, say_vllm) as (_, engine):
-            await engine.set_version(7)
-            assert engine.version == 7
-            assert (await generate(engine)).version_end == 7
-
-    asyncio.run(body())
-
-
-def test_a_request_in_flight_counts_as_the_version_it_was_sent_at() -> None:
-    async def body() -> None:
-        gate = asyncio.Event()
-        async with serving(VLLMEngine, gated(gate, say_vllm)) as ((server,), engine):
-            asked = asyncio.create_task(generate(engine))
-            await server.wait_for_draws(1)
-            await engine.set_version(1)
-            gate.set()
-            output = await asked
-            assert (output.version_start, output.version_end) == (0, 0)
-
-    asyncio.run(body())
-
-
-def test_weights_come_from_disk_to_every_server() -> None:
-    say = listening(say_sglang, UPDATE)
-
-    async def body() -> None:
-        async with serving(SGLangEngine, say, 2) as (servers, engine):
-            await engine.update_weights_from_disk("/weights/1", 1)
-            assert engine.version == 1
-            for server in servers:
-                payload = server.asked[-1].payload
-                assert payload == {"model_path": "/weights/1", "weight_version": "1"}
+async def test_weights_and_their_version_come_to_every_server() -> None:
+    say = listening(say_sglang, "/update_weight_version", UPDATE)
+    async with serving(SGLangEngine, say, 2, version=3) as (servers, engine):
+        await engine.set_version(4)
+        assert engine.version == 4
+        told = {"new_version": "4", "abort_all_requests": False}
+        assert [server.asked[-1].payload for server in servers] == [told] * 2
+        await engine.update_weights_from_disk("/weights/5", 5)
+        assert engine.version == 5
+        told = {"model_path": "/weights/5", "weight_version": "5"}
+        assert [server.asked[-1].payload for server in servers] == [told] * 2
+        for update in (engine.set_version(4), engine.update_weights_from_disk("/weights/5", 5)):
             with pytest.raises(ValueError, match="version must be in"):
-                await engine.update_weights_from_disk("/weights/1", 1)
+                await update
+        assert engine.version == 5
+    with pytest.raises(RuntimeError, match="a weight update: the engine is not running"):
+        await engine.set_version(6)
 
-    asyncio.run(body())
+
+async def test_a_request_in_flight_counts_as_the_version_it_was_sent_at() -> None:
+    gate = asyncio.Event()
+    async with serving(VLLMEngine, gated(gate, say_vllm)) as ((server,), engine):
+        asked = asyncio.create_task(generate(engine))
+        await server.wait_for_draws(1)
+        await engine.set_version(1)
+        gate.set()
+        output = await asked
+        assert (output.version_start, output.version_end) == (0, 0)
 
 
-def test_a_server_that_did_not_get_the_weights_gets_no_requests() -> None:
+async def test_a_server_that_did_not_get_the_weights_gets_no_requests() -> None:
     say = always(sglang_body([7], versions=[("2", 0, 1)]), say_sglang)
     refusal = Answer(body={"success": False, "message": "no such\nfolder"})
-
-    async def body() -> None:
-        async with (
-            Loopback(listening(say, UPDATE, answer=refusal)) as bad,
-            Loopback(listening(say, UPDATE)) as good,
-        ):
-            async with SGLangEngine(bad.url, options=options()) as engine:
-                with pytest.raises(
-                    WeightUpdateError, match=r"no server.*it said .*no such\\nfolder"
-                ):
-                    await engine.update_weights_from_disk("/weights/1", 1)
-                assert engine.version == 0
-                await generate(engine)
-            async with SGLangEngine([bad.url, good.url], options=options()) as engine:
+    async with (
+        Loopback(listening(say, UPDATE, answer=refusal)) as bad,
+        Loopback(listening(say, UPDATE)) as good,
+    ):
+        async with SGLangEngine(bad.url, options=options()) as engine:
+            with pytest.raises(WeightUpdateError, match=r"no server.*it said .*no such\\nfolder"):
                 await engine.update_weights_from_disk("/weights/1", 1)
-                assert engine.version == 1
-                await asyncio.sleep(0.05)  # time enough to be asked for its health
-                await asyncio.gather(*(generate(engine, str(k)) for k in range(4)))
-                assert (len(bad.draws), len(good.draws)) == (1, 4)
-                refusal.body = OK.body
-                await engine.update_weights_from_disk("/weights/2", 2)
-                while len(bad.draws) == 1:
-                    await asyncio.gather(
-                        *(generate(engine, f"{len(good.draws)} {k}") for k in range(2))
-                    )
+            assert engine.version == 0
+            await generate(engine)
+        async with SGLangEngine([bad.url, good.url], options=options()) as engine:
+            await engine.update_weights_from_disk("/weights/1", 1)
+            assert engine.version == 1
+            await asyncio.sleep(0.05)  # time enough to be asked for its health
+            await asyncio.gather(*(generate(engine, str(k)) for k in range(4)))
+            assert (len(bad.draws), len(good.draws)) == (1, 4)
+            refusal.body = OK.body
+            await engine.update_weights_from_disk("/weights/2", 2)
+            while len(bad.draws) == 1:
+                await asyncio.gather(
+                    *(generate(engine, f"{len(good.draws)} {k}") for k in range(2))
+                )
 
-    asyncio.run(body())
 
-
-def test_a_server_that_forgot_its_version_was_started_anew(
+async def test_a_server_that_forgot_its_version_was_started_anew(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     forgetful = False
@@ -145,23 +108,18 @@ def test_a_server_that_forgot_its_version_was_started_anew(
         return Answer(body=sglang_body([7], versions=[(name, 0, 1)]))
 
     say = listening(drawing(draw, say_sglang), "/update_weight_version")
-
-    async def body() -> None:
-        nonlocal forgetful
-        async with serving(SGLangEngine, say, 1, options=options()) as ((server,), engine):
-            await engine.set_version(5)
-            assert (await generate(engine)).version_end == 5
-            forgetful = True
-            waiting = asyncio.create_task(generate(engine))
-            await server.wait_for_draws(2)
-            await asyncio.sleep(0.05)
-            assert "it seems to have been restarted" in caplog.text
-            assert len(server.draws) == 2  # it answers, and is asked for nothing
-            forgetful = False
-            await engine.set_version(6)  # after the weights were brought there again
-            assert (await waiting).output_ids.tolist() == [7]
-
-    asyncio.run(body())
+    async with serving(SGLangEngine, say, 1, options=options()) as ((server,), engine):
+        await engine.set_version(5)
+        assert (await generate(engine)).version_end == 5
+        forgetful = True
+        waiting = asyncio.create_task(generate(engine))
+        await server.wait_for_draws(2)
+        await asyncio.sleep(0.05)
+        assert "it seems to have been restarted" in caplog.text
+        assert len(server.draws) == 2  # it answers, and is asked for nothing
+        forgetful = False
+        await engine.set_version(6)  # after the weights were brought there again
+        assert (await waiting).output_ids.tolist() == [7]
 
 
 @pytest.mark.parametrize(
@@ -173,35 +131,28 @@ def test_a_server_that_forgot_its_version_was_started_anew(
         (VLLMEngine, say_vllm, False, ["/pause?mode=keep", "/resume"]),
     ],
 )
-def test_a_pause_stops_servers_and_requests(
+async def test_a_pause_stops_servers_and_requests(
     engine_type: Any, say: Any, interrupt: bool, orders: list[str]
 ) -> None:
     heard = listening(say, *(order.partition("?")[0] for order in orders))
-
-    async def body() -> None:
-        async with serving(engine_type, heard) as ((server,), engine):
-            await engine.pause(interrupt=interrupt)
-            waiting = asyncio.create_task(generate(engine))
-            await asyncio.sleep(0.05)
-            assert server.draws == []
-            await engine.resume()
-            await waiting
-            assert [path for path in server.paths() if path in orders] == orders
-            if engine_type is SGLangEngine:
-                mode = {True: "abort", False: "in_place"}[interrupt]
-                assert server.asked[-3].payload == {"mode": mode}
-
-    asyncio.run(body())
+    async with serving(engine_type, heard) as ((server,), engine):
+        await engine.pause(interrupt=interrupt)
+        waiting = asyncio.create_task(generate(engine))
+        await asyncio.sleep(0.05)
+        assert server.draws == []
+        await engine.resume()
+        await waiting
+        assert [path for path in server.paths() if path in orders] == orders
+        if engine_type is SGLangEngine:
+            mode = {True: "abort", False: "in_place"}[interrupt]
+            assert server.asked[-3].payload == {"mode": mode}
 
 
-def test_a_pause_that_fails_holds_nothing_up() -> None:
-    async def body() -> None:
-        async with serving(VLLMEngine, say_vllm) as (_, engine):
-            with pytest.raises(WeightUpdateError, match=r"/pause.*: status 404"):
-                await engine.pause()
-            await generate(engine)
-
-    asyncio.run(body())
+async def test_a_pause_that_fails_holds_nothing_up() -> None:
+    async with serving(VLLMEngine, say_vllm) as (_, engine):
+        with pytest.raises(WeightUpdateError, match=r"/pause.*: status 404"):
+            await engine.pause()
+        await generate(engine)
 
 
 ORDERS = ("/pause", "/resume", "/pause_generation", "/continue_generation")
@@ -214,97 +165,80 @@ def the_server(engine: Any) -> Any:
     return server
 
 
-def test_what_waits_for_its_turn_is_not_sent_during_a_pause() -> None:
+async def test_what_waits_for_its_turn_is_not_sent_during_a_pause() -> None:
     gate = asyncio.Event()
     one = options(max_connections=1)
-
-    async def body() -> None:
-        async with serving(VLLMEngine, gated(gate, obey), options=one) as ((server,), engine):
-            first = asyncio.create_task(generate(engine, "first"))
-            await server.wait_for_draws(1)
-            second = asyncio.create_task(generate(engine, "second"))
-            await until(lambda: the_server(engine).num_in_flight == 2)
-            await engine.pause()
-            gate.set()
-            await first
-            await asyncio.sleep(0.02)  # time enough to send what must not be sent
-            assert len(server.draws) == 1
-            await engine.set_version(7)
-            await engine.resume()
-            assert (await second).version_end == 7
-
-    asyncio.run(body())
+    async with serving(VLLMEngine, gated(gate, obey), options=one) as ((server,), engine):
+        first = asyncio.create_task(generate(engine, "first"))
+        await server.wait_for_draws(1)
+        second = asyncio.create_task(generate(engine, "second"))
+        await until(lambda: the_server(engine).num_in_flight == 2)
+        await engine.pause()
+        gate.set()
+        await first
+        await asyncio.sleep(0.02)  # time enough to send what must not be sent
+        assert len(server.draws) == 1
+        await engine.set_version(7)
+        await engine.resume()
+        assert (await second).version_end == 7
 
 
-def test_what_waits_for_its_turn_leaves_a_server_that_an_update_passed_by() -> None:
+async def test_what_waits_for_its_turn_leaves_a_server_that_an_update_passed_by() -> None:
     gate = asyncio.Event()
 
     old = listening(gated(gate, say_sglang), UPDATE, answer=Answer(400))
-
-    async def body() -> None:
-        one = options(max_connections=1)
-        async with (
-            Loopback(old) as behind,
-            Loopback(listening(NEW, UPDATE)) as ahead,
-            SGLangEngine([behind.url, ahead.url], options=one) as engine,
-        ):
-            # both go to the first: the second is the same episode's
-            asked = [asyncio.create_task(generate(engine, prompt=[1])) for _ in range(2)]
-            await until(lambda: engine._servers[0].num_in_flight == 2)
-            await behind.wait_for_draws(1)
-            await engine.update_weights_from_disk("w", 1)
-            gate.set()
-            versions = [output.version_end for output in await asyncio.gather(*asked)]
-            assert (len(behind.draws), len(ahead.draws)) == (1, 1)
-            assert versions == [0, 1]
-
-    asyncio.run(body())
+    one = options(max_connections=1)
+    async with (
+        Loopback(old) as behind,
+        Loopback(listening(NEW, UPDATE)) as ahead,
+        SGLangEngine([behind.url, ahead.url], options=one) as engine,
+    ):
+        # both go to the first: the second is the same episode's
+        asked = [asyncio.create_task(generate(engine, prompt=[1])) for _ in range(2)]
+        await until(lambda: engine._servers[0].num_in_flight == 2)
+        await behind.wait_for_draws(1)
+        await engine.update_weights_from_disk("w", 1)
+        gate.set()
+        versions = [output.version_end for output in await asyncio.gather(*asked)]
+        assert (len(behind.draws), len(ahead.draws)) == (1, 1)
+        assert versions == [0, 1]
 
 
 @pytest.mark.parametrize("status", [503, 302, 400])
-def test_a_server_that_was_away_at_the_resume_is_told_when_it_is_back(status: int) -> None:
+async def test_a_server_that_was_away_at_the_resume_is_told_when_it_is_back(status: int) -> None:
     is_away = False
 
     async def say(asked: Asked) -> Answer:
         return Answer(status) if is_away else await obey(asked)
 
-    async def body() -> None:
-        nonlocal is_away
-        async with serving(VLLMEngine, say) as ((server,), engine):
-            await engine.pause()
-            is_away = True
-            with pytest.raises(
-                WeightUpdateError, match=rf"did not resume: .*/resume: status {status}"
-            ):
-                await engine.resume()
-            asked = asyncio.create_task(generate(engine))
-            await server.wait_for_more()
-            is_away = False
-            await asked
-            resumed = [asked.path for asked in server.asked].index("/inference/v1/generate")
-            assert server.asked[resumed - 1].path == "/resume"
-
-    asyncio.run(body())
-
-
-def test_a_server_that_rested_at_the_resume_is_told_when_it_is_well() -> None:
-    async def body() -> None:
-        async with serving(SGLangEngine, listening(say_sglang, *ORDERS)) as ((server,), engine):
-            await engine.pause()
-            resting = the_server(engine)
-            engine._rest(resting, ExchangeError("for a moment"), 60)
+    async with serving(VLLMEngine, say) as ((server,), engine):
+        await engine.pause()
+        is_away = True
+        with pytest.raises(WeightUpdateError, match=rf"did not resume: .*/resume: status {status}"):
             await engine.resume()
-            assert "/continue_generation" not in server.paths()
-            resting.probe.cancel()
-            await asyncio.sleep(0)
-            engine._rest(resting, ExchangeError("and back"))
-            await generate(engine)
-            assert server.paths()[-2:] == ["/continue_generation", "/generate"]
-
-    asyncio.run(body())
+        asked = asyncio.create_task(generate(engine))
+        await server.wait_for_more()
+        is_away = False
+        await asked
+        resumed = [asked.path for asked in server.asked].index("/inference/v1/generate")
+        assert server.asked[resumed - 1].path == "/resume"
 
 
-def test_an_update_that_passes_a_server_by_while_it_is_greeted_leaves_it_resting() -> None:
+async def test_a_server_that_rested_at_the_resume_is_told_when_it_is_well() -> None:
+    async with serving(SGLangEngine, listening(say_sglang, *ORDERS)) as ((server,), engine):
+        await engine.pause()
+        resting = the_server(engine)
+        engine._rest(resting, ExchangeError("for a moment"), 60)
+        await engine.resume()
+        assert "/continue_generation" not in server.paths()
+        resting.probe.cancel()
+        await asyncio.sleep(0)
+        engine._rest(resting, ExchangeError("and back"))
+        await generate(engine)
+        assert server.paths()[-2:] == ["/continue_generation", "/generate"]
+
+
+async def test_an_update_that_passes_a_server_by_while_it_is_greeted_leaves_it_resting() -> None:
     gate = asyncio.Event()
     gate.set()
 
@@ -314,31 +248,27 @@ def test_an_update_that_passes_a_server_by_while_it_is_greeted_leaves_it_resting
         return await say_sglang(asked)
 
     refusing = listening(slow, UPDATE, answer=Answer(body={"success": False, "message": "busy"}))
-
-    async def body() -> None:
-        async with (
-            Loopback(refusing) as old,
-            Loopback(listening(NEW, UPDATE)) as new,
-            SGLangEngine([old.url, new.url], options=options()) as engine,
-        ):
-            server = engine._servers[0]
-            gate.clear()
-            engine._rest(server, ExchangeError("for a moment"))
-            await old.wait_for_more()  # its health is asked for
-            await engine.update_weights_from_disk("w", 1)
-            gate.set()
-            await asyncio.gather(*(generate(engine, str(k)) for k in range(6)))
-            assert (len(old.draws), len(new.draws)) == (0, 6)
-            assert not server.is_healthy
-
-    asyncio.run(body())
+    async with (
+        Loopback(refusing) as old,
+        Loopback(listening(NEW, UPDATE)) as new,
+        SGLangEngine([old.url, new.url], options=options()) as engine,
+    ):
+        server = engine._servers[0]
+        gate.clear()
+        engine._rest(server, ExchangeError("for a moment"))
+        await old.wait_for_more()  # its health is asked for
+        await engine.update_weights_from_disk("w", 1)
+        gate.set()
+        await asyncio.gather(*(generate(engine, str(k)) for k in range(6)))
+        assert (len(old.draws), len(new.draws)) == (0, 6)
+        assert not server.is_healthy
 
 
 @pytest.mark.parametrize(
     ("engine_type", "path"), [(VLLMEngine, "/weight_info"), (SGLangEngine, "/model_info")]
 )
 @pytest.mark.parametrize("name", ["default", "4"])
-def test_a_server_started_anew_is_noticed_before_it_gets_a_request(
+async def test_a_server_started_anew_is_noticed_before_it_gets_a_request(
     engine_type: Any, path: str, name: str
 ) -> None:
     says = "4"
@@ -357,55 +287,44 @@ def test_a_server_started_anew_is_noticed_before_it_gets_a_request(
             return Answer(body=body)
         return await obey(asked) if asked.path != "/inference/v1/generate" else Answer(404)
 
-    async def body() -> None:
-        nonlocal says
-        async with serving(engine_type, say, version=4) as ((server,), engine):
-            await engine.set_version(5)
-            await generate(engine)
-            await server.__aexit__()
-            num_draws = len(server.draws)
-            waiting = asyncio.create_task(generate(engine))
-            await until(lambda: not the_server(engine).is_healthy)
-            says = name
-            async with server:
-                await until(lambda: the_server(engine).is_behind)
-                assert len(server.draws) == num_draws
-                await engine.set_version(6)
-                assert (await waiting).output_ids.tolist() == [7]
-
-    asyncio.run(body())
+    async with serving(engine_type, say, version=4) as ((server,), engine):
+        await engine.set_version(5)
+        await generate(engine)
+        await server.__aexit__()
+        num_draws = len(server.draws)
+        waiting = asyncio.create_task(generate(engine))
+        await until(lambda: not the_server(engine).is_healthy)
+        says = name
+        async with server:
+            await until(lambda: the_server(engine).is_behind)
+            assert len(server.draws) == num_draws
+            await engine.set_version(6)
+            assert (await waiting).output_ids.tolist() == [7]
 
 
-def test_a_connection_that_broke_is_no_new_start() -> None:
+async def test_a_connection_that_broke_is_no_new_start() -> None:
     say = listening(obey, "/weight_info", answer=Answer(body={"weight_version": "5"}))
-
-    async def body() -> None:
-        async with serving(VLLMEngine, say) as ((server,), engine):
-            await engine.set_version(5)
-            await server.__aexit__()
-            waiting = asyncio.create_task(generate(engine))
-            await until(lambda: not the_server(engine).is_healthy)
-            async with server:
-                await waiting
-                assert "/weight_info" in server.paths()
-
-    asyncio.run(body())
+    async with serving(VLLMEngine, say) as ((server,), engine):
+        await engine.set_version(5)
+        await server.__aexit__()
+        waiting = asyncio.create_task(generate(engine))
+        await until(lambda: not the_server(engine).is_healthy)
+        async with server:
+            await waiting
+            assert "/weight_info" in server.paths()
 
 
 @pytest.mark.parametrize(
     "answer", [Answer(503), Answer(429), Answer(raw=b""), Answer(302), Answer(400)]
 )
-def test_an_update_is_ordered_once(answer: Answer) -> None:
-    async def body() -> None:
-        say = listening(say_sglang, UPDATE, answer=answer)
-        async with serving(SGLangEngine, say) as ((server,), engine):
-            with pytest.raises(WeightUpdateError, match="version 1 reached no server: 127"):
-                await engine.update_weights_from_disk("w", 1)
-            await asyncio.sleep(0.05)  # longer than any pause between attempts
-            assert server.paths() == [UPDATE]
-            assert engine.version == 0
-
-    asyncio.run(body())
+async def test_an_update_is_ordered_once(answer: Answer) -> None:
+    say = listening(say_sglang, UPDATE, answer=answer)
+    async with serving(SGLangEngine, say) as ((server,), engine):
+        with pytest.raises(WeightUpdateError, match="version 1 reached no server: 127"):
+            await engine.update_weights_from_disk("w", 1)
+        await asyncio.sleep(0.05)  # longer than any pause between attempts
+        assert server.paths() == [UPDATE]
+        assert engine.version == 0
 
 
 HOT = SamplingParams(8, temperature=0.5)

@@ -48,69 +48,31 @@ from trajpack.agent.servers.sglang import SGLangEngine
 from trajpack.agent.servers.vllm import VLLMEngine
 from trajpack.packing.types import VersionSpan
 
-NEUTRAL = {
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
+NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0}
+NEUTRAL |= {"frequency_penalty": 0.0, "temperature": 1.0, "top_p": 1.0}
 
 
-def test_vllm_gets_token_ids_and_returns_a_checked_sample() -> None:
-    async def body() -> None:
-        async with (
-            Loopback(say_vllm) as server,
-            VLLMEngine(server.url, options=options()) as engine,
-        ):
-            output = await generate(engine, sampling=SamplingParams(16, top_p=1.0))
-            (asked,) = server.draws
-        assert output.prompt_ids == [1, 2, 3]
-        np.testing.assert_array_equal(output.output_ids, [4, 5])
-        np.testing.assert_array_equal(output.output_logprobs, np.float32([-0.5, -0.5]))
-        assert (output.qid, output.no_eos, output.version_spans) == ("a@0", False, None)
-        assert asked.path == "/inference/v1/generate"
-        assert asked.payload == {
-            "model": "tiny",
-            "token_ids": [1, 2, 3],
-            "sampling_params": {
-                "max_tokens": 16,
-                "temperature": 1.0,
-                "top_p": 1.0,
-                "top_k": 0,
-                "logprobs": 0,
-                **NEUTRAL,
-            },
-        }
+async def test_servers_get_token_ids_and_return_a_checked_sample() -> None:
+    vllm = {"max_tokens": 16, "top_k": 0, "logprobs": 0, **NEUTRAL}
+    sglang = {"max_new_tokens": 16, "top_k": -1, "skip_special_tokens": False, **NEUTRAL}
+    sglang |= {"no_stop_trim": True}
+    for engine_type, say, ids, expected in (
+        (VLLMEngine, say_vllm, "token_ids", vllm),
+        (SGLangEngine, say_sglang, "input_ids", sglang),
+    ):
+        async with serving(engine_type, say, version=3) as ((server,), engine):
+            output = await generate(engine, sampling=SamplingParams(16))
+        (asked,) = server.draws
+        assert asked.payload[ids] == output.prompt_ids == [1, 2, 3]
+        assert asked.payload["sampling_params"] == expected
         assert asked.headers["accept-encoding"] == "identity"
-
-    asyncio.run(body())
-
-
-def test_sglang_gets_token_ids_and_returns_a_checked_sample() -> None:
-    async def body() -> None:
-        async with Loopback(say_sglang) as server:
-            async with SGLangEngine(server.url, options=options(), version=3) as engine:
-                output = await generate(engine, sampling=SamplingParams(16, temperature=0.5))
-            (asked,) = server.draws
-        np.testing.assert_array_equal(output.output_ids, [4, 5])
-        np.testing.assert_array_equal(output.output_logprobs, np.float32([-0.25, -0.25]))
-        assert (output.no_eos, output.version_start, output.version_end) == (False, 3, 3)
-        assert asked.payload["input_ids"] == [1, 2, 3]
-        assert asked.payload["return_logprob"] is True
-        assert asked.payload["sampling_params"] == {
-            "max_new_tokens": 16,
-            "temperature": 0.5,
-            "top_p": 1.0,
-            "top_k": -1,
-            "skip_special_tokens": False,
-            "no_stop_trim": True,
-            **NEUTRAL,
-        }
-
-    asyncio.run(body())
+        assert output.output_ids.tolist() == [4, 5]
+        assert output.output_logprobs.tolist() == [-0.5 if engine_type is VLLMEngine else -0.25] * 2
+        assert (output.qid, output.no_eos, output.version_spans) == ("a@0", False, None)
+        assert (output.version_start, output.version_end) == (3, 3)
 
 
-def test_routed_experts_are_asked_for_and_become_a_field() -> None:
+async def test_routed_experts_are_asked_for_and_become_a_field() -> None:
     routes = np.arange(24, dtype=np.int32).reshape(4, 2, 3)
     with io.BytesIO() as file:
         np.save(file, routes.astype(np.uint16))
@@ -125,74 +87,55 @@ def test_routed_experts_are_asked_for_and_become_a_field() -> None:
         body["meta_info"]["routed_experts"] = base64.b64encode(routes.tobytes()).decode()
         return Answer(body=body)
 
-    async def body() -> None:
-        asking = options(routed_experts=(2, 3))
-        for engine_type, say in ((VLLMEngine, always(vllm)), (SGLangEngine, drawing(sglang))):
-            async with serving(engine_type, say, options=asking) as (_, engine):
-                fields = (await generate(engine)).fields
-                assert fields is not None
-                assert fields["routed_experts"].tolist() == [*routes.tolist(), [[0, 1, 2]] * 2]
-
-    asyncio.run(body())
+    asking = options(routed_experts=(2, 3))
+    for engine_type, say in ((VLLMEngine, always(vllm)), (SGLangEngine, drawing(sglang))):
+        async with serving(engine_type, say, options=asking) as (_, engine):
+            fields = (await generate(engine)).fields
+            assert fields is not None
+            assert fields["routed_experts"].tolist() == [*routes.tolist(), [[0, 1, 2]] * 2]
 
 
 @pytest.mark.parametrize(("finish", "matched"), [("stop", 7), ("stop", "bye"), ("length", None)])
-def test_stop_tokens_and_texts_are_ends_and_the_length_is_none(finish: str, matched: Any) -> None:
+async def test_stop_tokens_and_texts_are_ends_and_the_length_is_none(
+    finish: str, matched: Any
+) -> None:
     bodies = vllm_body([7], finish=finish), sglang_body([7], {"type": finish, "matched": matched})
     sampling = SamplingParams(8, stop=("bye",), stop_token_ids=(7,))
-
-    async def body() -> None:
-        for engine_type, answer in zip((VLLMEngine, SGLangEngine), bodies, strict=True):
-            async with serving(engine_type, always(answer)) as (_, engine):
-                output = await generate(engine, sampling=sampling)
-                assert (output.no_eos, output.stop_reason) == (finish != "stop", finish)
-
-    asyncio.run(body())
+    for engine_type, answer in zip((VLLMEngine, SGLangEngine), bodies, strict=True):
+        async with serving(engine_type, always(answer)) as (_, engine):
+            output = await generate(engine, sampling=sampling)
+            assert (output.no_eos, output.stop_reason) == (finish != "stop", finish)
 
 
 @pytest.mark.parametrize("status", [403, 404])
-def test_vllm_falls_back_to_completions_once(status: int) -> None:
+async def test_vllm_falls_back_to_completions_once(status: int) -> None:
     async def completions(asked: Asked) -> Answer:
         if asked.path != "/v1/completions":
             return Answer(status, {"error": {"message": "not enabled"}})
-        choice = {
-            "finish_reason": "stop",
-            "token_ids": [9],
-            "prompt_token_ids": asked.payload["prompt"],
-            "logprobs": {"token_logprobs": [-2.0]},
-        }
-        return Answer(body={"choices": [choice]})
+        (choice,) = vllm_body([9])["choices"]
+        choice |= {"prompt_token_ids": asked.payload["prompt"]}
+        return Answer(body={"choices": [choice | {"logprobs": {"token_logprobs": [-2.0]}}]})
 
-    async def body() -> list[Asked]:
-        async with Loopback(drawing(completions)) as server:
-            async with VLLMEngine(server.url, options=options(seed=4)) as engine:
-                await generate(engine)
-                output = await generate(engine, "b@0", sampling=SamplingParams(5))
-                np.testing.assert_array_equal(output.output_ids, [9])
-            return server.draws
-
-    draws = asyncio.run(body())
-    assert [asked.path for asked in draws] == [
-        "/inference/v1/generate",
-        "/v1/completions",
-        "/v1/completions",
-    ]
-    payload = draws[-1].payload
+    async with serving(VLLMEngine, drawing(completions), options=options(seed=4)) as it:
+        (server,), engine = it
+        await generate(engine)
+        output = await generate(engine, "b@0", sampling=SamplingParams(5))
+        assert output.output_ids.tolist() == [9]
+    paths = ["/inference/v1/generate", "/v1/completions", "/v1/completions"]
+    assert [asked.path for asked in server.draws] == paths
+    payload = server.draws[-1].payload
     assert payload["prompt"] == [1, 2, 3]
     assert (payload["max_tokens"], payload["logprobs"]) == (5, 0)
     assert payload["return_token_ids"] is True
     assert payload["seed"] == derive_seed(4, "b@0", 0)
 
 
-def test_a_declared_endpoint_is_the_only_one() -> None:
-    async def body() -> None:
-        async with Loopback(drawing(lambda _: asyncio.sleep(0, NOTHING))) as server:
-            for endpoint in ("generate", "completions"):
-                async with VLLMEngine(server.url, options=options(), endpoint=endpoint) as engine:
-                    assert isinstance(await ask(engine), RequestRefusedError)
-        assert server.paths() == ["/inference/v1/generate", "/v1/completions"]
-
-    asyncio.run(body())
+async def test_a_declared_endpoint_is_the_only_one() -> None:
+    async with Loopback(drawing(lambda _: asyncio.sleep(0, NOTHING))) as server:
+        for endpoint in ("generate", "completions"):
+            async with VLLMEngine(server.url, options=options(), endpoint=endpoint) as engine:
+                assert isinstance(await ask(engine), RequestRefusedError)
+    assert server.paths() == ["/inference/v1/generate", "/v1/completions"]
 
 
 def test_seeds_come_from_the_episode_and_the_number_of_the_request() -> None:
@@ -207,70 +150,60 @@ def test_seeds_come_from_the_episode_and_the_number_of_the_request() -> None:
     assert asyncio.run(seeds(None)) == [None, None]
 
 
-def test_spans_of_versions_become_numbers() -> None:
+async def test_spans_of_versions_become_numbers() -> None:
     spans = [("default", 0, 1), ("8", 1, 3), ("8", 3, 4), ("11", 4, 5)]
 
     answer = vllm_body([4, 5, 6, 7, 8], versions=spans)
-
-    async def body() -> None:
-        async with serving(VLLMEngine, always(answer), version=6) as (_, engine):
-            output = await generate(engine)
-        assert output.version_spans == [
-            VersionSpan(6, 0, 1),
-            VersionSpan(8, 1, 4),
-            VersionSpan(11, 4, 5),
-        ]
-        assert (output.version_start, output.version_end) == (6, 11)
-
-    asyncio.run(body())
+    async with serving(VLLMEngine, always(answer), version=6) as (_, engine):
+        output = await generate(engine)
+    assert output.version_spans == [
+        VersionSpan(6, 0, 1),
+        VersionSpan(8, 1, 4),
+        VersionSpan(11, 4, 5),
+    ]
+    assert (output.version_start, output.version_end) == (6, 11)
 
 
-def test_sampling_may_be_any_object_and_is_refused_by_name() -> None:
-    async def body() -> None:
-        async with Loopback(say_sglang) as server:
-            limited = options(vocab_size=100, max_request_tokens=20)
-            async with SGLangEngine(server.url, options=limited) as engine:
-                theirs = SimpleNamespace(max_new_tokens=4, greedy=True, stop_token_ids=[5])
-                theirs.stop = "</search>"
-                await generate(engine, sampling=theirs)
-                sent = server.draws[0].payload["sampling_params"]
-                assert (sent["temperature"], sent["stop_token_ids"]) == (0.0, [5])
-                assert (sent["stop"], sent["no_stop_trim"]) == (["</search>"], True)
-                for prompt, sampling, reason in (
-                    ([1], SimpleNamespace(max_new_tokens=4, n=2), "n=2"),
-                    ([1], None, "max_new_tokens"),
-                    ([], SamplingParams(4), "non-empty"),
-                    ([100], SamplingParams(4), "token id 100 is out of vocabulary"),
-                    ([1] * 17, SamplingParams(4), "exceed the 20 positions"),
-                    ([1], SamplingParams(4, top_p=0.5), "top_p 0.5 and top_k 0"),
-                ):
-                    reply = await ask(engine, "a@0", prompt, sampling)
-                    assert isinstance(reply, RequestRefusedError), reply
-                    assert reason in str(reply)
-                assert len(server.draws) == 1
-
-    asyncio.run(body())
+async def test_sampling_may_be_any_object_and_is_refused_by_name() -> None:
+    async with Loopback(say_sglang) as server:
+        limited = options(vocab_size=100, max_request_tokens=20)
+        async with SGLangEngine(server.url, options=limited) as engine:
+            theirs = SimpleNamespace(max_new_tokens=4, greedy=True, stop_token_ids=[5])
+            theirs.stop = "</search>"
+            await generate(engine, sampling=theirs)
+            sent = server.draws[0].payload["sampling_params"]
+            assert (sent["temperature"], sent["stop_token_ids"]) == (0.0, [5])
+            assert (sent["stop"], sent["no_stop_trim"]) == (["</search>"], True)
+            for prompt, sampling, reason in (
+                ([1], SimpleNamespace(max_new_tokens=4, n=2), "n=2"),
+                ([1], None, "max_new_tokens"),
+                ([], SamplingParams(4), "non-empty"),
+                ([100], SamplingParams(4), "token id 100 is out of vocabulary"),
+                ([1] * 17, SamplingParams(4), "exceed the 20 positions"),
+                ([1], SamplingParams(4, top_p=0.5), "top_p 0.5 and top_k 0"),
+            ):
+                reply = await ask(engine, "a@0", prompt, sampling)
+                assert isinstance(reply, RequestRefusedError), reply
+                assert reason in str(reply)
+            assert len(server.draws) == 1
 
 
-def test_it_serves_within_its_context_and_answers_what_is_in_flight_at_its_end() -> None:
-    async def body() -> None:
-        async with Loopback(drawing(never)) as server:
-            engine = VLLMEngine(server.url, options=options())
-            with pytest.raises(RuntimeError, match="has not been entered"):
-                await generate(engine)
-            async with engine:
-                asked = [asyncio.create_task(ask(engine, str(k))) for k in range(3)]
-                await server.wait_for_draws(3)
-            for k, task in enumerate([*asked, asyncio.create_task(ask(engine, "3"))]):
-                error = await task
-                assert isinstance(error, EngineEndedError)
-                assert str(error) == f"episode '{k}': the engine was shut down"
-            await asyncio.wait_for(server.noticed.wait(), 5)
-            with pytest.raises(RuntimeError, match="once"):
-                await engine.__aenter__()
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(body())
+async def test_it_serves_within_its_context_and_answers_what_is_in_flight_at_its_end() -> None:
+    async with Loopback(drawing(never)) as server:
+        engine = VLLMEngine(server.url, options=options())
+        with pytest.raises(RuntimeError, match="has not been entered"):
+            await generate(engine)
+        async with engine:
+            asked = [asyncio.create_task(ask(engine, str(k))) for k in range(3)]
+            await server.wait_for_draws(3)
+        for k, task in enumerate([*asked, asyncio.create_task(ask(engine, "3"))]):
+            error = await task
+            assert isinstance(error, EngineEndedError)
+            assert str(error) == f"episode '{k}': the engine was shut down"
+        await asyncio.wait_for(server.noticed.wait(), 5)
+        with pytest.raises(RuntimeError, match="once"):
+            await engine.__aenter__()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 def test_addresses_are_checked() -> None:
@@ -299,82 +232,94 @@ def in_turn(*answers: Any) -> Callable[[Asked], Awaitable[Answer]]:
     return draw
 
 
-def test_an_interrupted_generation_goes_on_where_it_was() -> None:
+async def test_an_interrupted_generation_goes_on_where_it_was() -> None:
     draw = in_turn(
         sglang_body([10, 11], ABORT, [("1", 0, 2)]),
         sglang_body([], ABORT, [("2", 0, 0)]),
         sglang_body([12], ABORT, [("2", 0, 1)]),
         sglang_body([13, 14], versions=[("2", 0, 1), ("3", 1, 2)]),
     )
-
-    async def body() -> None:
-        arguments: dict[str, Any] = {"version": 1, "options": options(seed=5)}
-        say = drawing(draw, say_sglang)
-        async with serving(SGLangEngine, say, **arguments) as ((server,), engine):
-            output = await generate(engine, prompt=[1, 2], sampling=SamplingParams(9))
-            sent = [asked.payload for asked in server.draws]
-        np.testing.assert_array_equal(output.output_ids, [10, 11, 12, 13, 14])
-        assert len(output.output_logprobs) == 5
-        assert output.version_spans == [
-            VersionSpan(1, 0, 2),
-            VersionSpan(2, 2, 4),
-            VersionSpan(3, 4, 5),
-        ]
-        assert (output.version_start, output.version_end, output.no_eos) == (1, 3, False)
-        assert output.prompt_ids == [1, 2]
-        assert [one["input_ids"] for one in sent] == [
-            [1, 2],
-            [1, 2, 10, 11],
-            [1, 2, 10, 11],
-            [1, 2, 10, 11, 12],
-        ]
-        params = [one["sampling_params"] for one in sent]
-        assert [one["max_new_tokens"] for one in params] == [9, 7, 7, 6]
-        seeds = [one["sampling_seed"] for one in params]
-        assert len(set(seeds)) == 3
-        assert seeds[1] == seeds[2]
-
-    asyncio.run(body())
+    arguments: dict[str, Any] = {"version": 1, "options": options(seed=5)}
+    say = drawing(draw, say_sglang)
+    async with serving(SGLangEngine, say, **arguments) as ((server,), engine):
+        output = await generate(engine, prompt=[1, 2], sampling=SamplingParams(9))
+        sent = [asked.payload for asked in server.draws]
+    np.testing.assert_array_equal(output.output_ids, [10, 11, 12, 13, 14])
+    assert len(output.output_logprobs) == 5
+    assert output.version_spans == [
+        VersionSpan(1, 0, 2),
+        VersionSpan(2, 2, 4),
+        VersionSpan(3, 4, 5),
+    ]
+    assert (output.version_start, output.version_end, output.no_eos) == (1, 3, False)
+    assert output.prompt_ids == [1, 2]
+    assert [one["input_ids"] for one in sent] == [
+        [1, 2],
+        [1, 2, 10, 11],
+        [1, 2, 10, 11],
+        [1, 2, 10, 11, 12],
+    ]
+    params = [one["sampling_params"] for one in sent]
+    assert [one["max_new_tokens"] for one in params] == [9, 7, 7, 6]
+    seeds = [one["sampling_seed"] for one in params]
+    assert len(set(seeds)) == 3
+    assert seeds[1] == seeds[2]
 
 
-def test_an_interruption_at_the_last_token_needs_no_other_request() -> None:
-    async def body() -> None:
-        draw = in_turn(vllm_body([4, 5], finish="abort"))
-        async with serving(VLLMEngine, drawing(draw)) as (_, engine):
-            output = await generate(engine, sampling=SamplingParams(2))
-        assert output.output_ids.tolist() == [4, 5]
-        assert output.no_eos
+async def test_parts_of_an_interrupted_generation_fit_together() -> None:
+    def part(ids: list[int], finish: str, **fields: Any) -> dict[str, Any]:
+        (choice,) = vllm_body(ids, finish=finish)["choices"]
+        return {"choices": [choice | fields]}
 
-    asyncio.run(body())
+    begun = part([4, 5], "abort", sampling_mask=[[4, 9], [5]])
+    good = part([6], "stop", sampling_mask=[[6, 7]])
+    npy = io.BytesIO()
+    np.save(npy, np.zeros((4, 2, 3), int))
+    short = part([6], "stop", routed_experts=base64.b64encode(npy.getvalue()).decode())
+    for options_of, answers, expected in (
+        ({}, (begun, good), None),
+        ({}, (begun, part([6], "stop")), "only some of the tokens have a sampling mask"),
+        ({"routed_experts": (2, 3)}, (part([4, 5], "abort"), short), "routed_experts of 5 tokens"),
+    ):
+        draw = drawing(in_turn(*answers))
+        async with serving(VLLMEngine, draw, options=options(**options_of)) as (_, engine):
+            reply: Any = await ask(engine)
+        if isinstance(expected, str):
+            assert isinstance(reply, MalformedResponseError)
+            assert expected in str(reply)
+        else:
+            mask = reply.fields["sampling_mask"]
+            assert (mask.values.tolist(), mask.cu.tolist()) == ([4, 9, 5, 6, 7], [0, 2, 3, 5])
 
 
-def test_interruptions_without_a_token_come_to_an_end() -> None:
-    async def body() -> None:
-        brief = options(time_limits=TimeLimits(generation_s=0.1))
-        say = always(vllm_body([], finish="abort"))
-        async with serving(VLLMEngine, say, options=brief) as ((server,), engine):
-            reply = await ask(engine)
-            assert isinstance(reply, ServerUnavailableError)
-            assert f":{server.port}: no completion within 0.1 s" in str(reply)
-            assert 1 < len(server.draws) < 10  # with growing pauses
-
-    asyncio.run(body())
+async def test_an_interruption_at_the_last_token_needs_no_other_request() -> None:
+    draw = in_turn(vllm_body([4, 5], finish="abort"))
+    async with serving(VLLMEngine, drawing(draw)) as (_, engine):
+        output = await generate(engine, sampling=SamplingParams(2))
+    assert output.output_ids.tolist() == [4, 5]
+    assert output.no_eos
 
 
-def test_a_generation_does_not_go_on_with_older_weights() -> None:
+async def test_interruptions_without_a_token_come_to_an_end() -> None:
+    brief = options(time_limits=TimeLimits(generation_s=0.1))
+    say = always(vllm_body([], finish="abort"))
+    async with serving(VLLMEngine, say, options=brief) as ((server,), engine):
+        reply = await ask(engine)
+        assert isinstance(reply, ServerUnavailableError)
+        assert f":{server.port}: no completion within 0.1 s" in str(reply)
+        assert 1 < len(server.draws) < 10  # with growing pauses
+
+
+async def test_a_generation_does_not_go_on_with_older_weights() -> None:
     draw = in_turn(
         vllm_body([4], finish="abort", versions=[("8", 0, 1)]),
         vllm_body([99, 98], versions=[("7", 0, 2)]),
         vllm_body([5], versions=[("8", 0, 1)]),
     )
-
-    async def body() -> None:
-        async with serving(VLLMEngine, drawing(draw), version=8) as (_, engine):
-            output = await generate(engine)
-        assert output.output_ids.tolist() == [4, 5]
-        assert (output.version_start, output.version_end) == (8, 8)
-
-    asyncio.run(body())
+    async with serving(VLLMEngine, drawing(draw), version=8) as (_, engine):
+        output = await generate(engine)
+    assert output.output_ids.tolist() == [4, 5]
+    assert (output.version_start, output.version_end) == (8, 8)
 
 
 @pytest.mark.parametrize(
@@ -391,73 +336,60 @@ def test_a_generation_does_not_go_on_with_older_weights() -> None:
         [],
     ],
 )
-def test_spans_that_make_no_sense_are_refused(spans: Any) -> None:
-    async def body() -> None:
-        async with serving(VLLMEngine, always(vllm_body([4, 5, 6], versions=spans))) as (_, engine):
-            reply = await ask(engine)
-            assert isinstance(reply, MalformedResponseError)
-            assert "weight_versions" in str(reply)
-
-    asyncio.run(body())
+async def test_spans_that_make_no_sense_are_refused(spans: Any) -> None:
+    async with serving(VLLMEngine, always(vllm_body([4, 5, 6], versions=spans))) as (_, engine):
+        reply = await ask(engine)
+        assert isinstance(reply, MalformedResponseError)
+        assert "weight_versions" in str(reply)
 
 
 @pytest.mark.parametrize(
     ("engine_type", "say"), [(SGLangEngine, say_sglang), (VLLMEngine, say_vllm)]
 )
-def test_a_cancelled_call_frees_its_server_and_leaves_others_alone(
+async def test_a_cancelled_call_frees_its_server_and_leaves_others_alone(
     engine_type: Any, say: Any
 ) -> None:
     gate = asyncio.Event()
-
-    async def body() -> None:
-        async with serving(engine_type, gated(gate, say)) as ((server,), engine):
-            gone, stays = (asyncio.create_task(generate(engine)) for _ in range(2))
-            await server.wait_for_draws(2)
-            gone.cancel()
-            await asyncio.wait_for(server.noticed.wait(), 5)
-            assert len(server.hung_up) == 1
-            gate.set()
-            assert (await stays).output_ids.tolist() == [4, 5]
-            assert gone.cancelled()
-            assert engine._deadlines == set()
-
-    asyncio.run(body())
+    async with serving(engine_type, gated(gate, say)) as ((server,), engine):
+        gone, stays = (asyncio.create_task(generate(engine)) for _ in range(2))
+        await server.wait_for_draws(2)
+        gone.cancel()
+        await asyncio.wait_for(server.noticed.wait(), 5)
+        assert len(server.hung_up) == 1
+        gate.set()
+        assert (await stays).output_ids.tolist() == [4, 5]
+        assert gone.cancelled()
+        assert engine._deadlines == set()
 
 
-def test_a_cancelled_request_gives_its_turn_to_the_next() -> None:
+async def test_a_cancelled_request_gives_its_turn_to_the_next() -> None:
     async def draw(asked: Asked) -> Answer:
         return await (never(asked) if asked.payload["token_ids"] == [1] else say_vllm(asked))
 
-    async def body() -> None:
-        one = options(max_connections=1)
-        async with serving(VLLMEngine, drawing(draw), options=one) as ((server,), engine):
-            first = asyncio.create_task(generate(engine, "first", [1]))
-            await server.wait_for_draws(1)
-            second = asyncio.create_task(generate(engine, "second"))
-            third = asyncio.create_task(generate(engine, "third"))
-            await asyncio.sleep(0.02)
-            assert len(server.draws) == 1
-            first.cancel()
-            await asyncio.gather(second, third)
-
-    asyncio.run(body())
+    one = options(max_connections=1)
+    async with serving(VLLMEngine, drawing(draw), options=one) as ((server,), engine):
+        first = asyncio.create_task(generate(engine, "first", [1]))
+        await server.wait_for_draws(1)
+        second = asyncio.create_task(generate(engine, "second"))
+        third = asyncio.create_task(generate(engine, "third"))
+        await asyncio.sleep(0.02)
+        assert len(server.draws) == 1
+        first.cancel()
+        await asyncio.gather(second, third)
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.003, 0.03])
-def test_cancellation_at_any_time_leaves_nothing(delay: float) -> None:
+async def test_cancellation_at_any_time_leaves_nothing(delay: float) -> None:
     async def inner() -> None:
         async with serving(SGLangEngine, drawing(never, say_sglang)) as (_, engine):
             await generate(engine)
 
-    async def body() -> None:
-        task = asyncio.create_task(inner())
-        await asyncio.sleep(delay)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(body())
+    task = asyncio.create_task(inner())
+    await asyncio.sleep(delay)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 @pytest.mark.parametrize("in_rows", [True, False])
@@ -512,45 +444,3 @@ def test_a_missing_logprob_is_told_once_and_marked_for_corrections(
     field = trajpack.TokenField("logprob_missing", torch.bool)
     batch = trajpack.pack([trajpack.Trajectory("a", [turn])], fields=[field])
     assert batch.fields["logprob_missing"].tolist() == [False, False, True, True]
-
-
-@pytest.mark.parametrize("engine_type", [VLLMEngine, SGLangEngine])
-def test_a_multi_turn_rollout_survives_a_server(engine_type: Any) -> None:
-    _, tokenizer = build_tiny_model()
-    answer = [*tokenizer.encode("5", add_special_tokens=False), tokenizer.eos_token_id]
-
-    is_vllm = engine_type is VLLMEngine
-    say = always(vllm_body(answer)) if is_vllm else always(sglang_body(answer), say_sglang)
-    questions = [
-        Question(f"q{k}", ({"role": "user", "content": "2 + 3"},), ("5",)) for k in range(6)
-    ]
-    agent = MathMultiTurnAgent(SamplingParams(8), tokenizer, None, num_turns=3)
-
-    async def body() -> list[Any]:
-        dies, stays = Loopback(say), Loopback(say)
-        await dies.__aenter__()
-        async with stays, engine_type([dies.url, stays.url], options=options()) as engine:
-            environment = ExactAnswerEnvironment(questions)
-            runner = RolloutRunner(engine, agent, environment, concurrency=4, group_size=2)
-            prompts = [Prompt(question.id, [7, 8, 9 + k]) for k, question in enumerate(questions)]
-            results = []
-            async for result in runner.run(prompts):
-                results.append(result)
-                if len(results) == 3:
-                    await dies.__aexit__()
-            assert dies.draws
-            assert stays.draws
-            return results
-
-    results = asyncio.run(body())
-    assert [result.error for result in results] == [None] * 12
-    trajectories = [trajectory for result in results for trajectory in result.trajectories]
-    batch = trajpack.pack(trajectories)
-    assert batch.unpack() == trajectories
-    for trajectory in trajectories:
-        assert len(trajectory.turns) == 3
-        for turn in trajectory.turns:
-            assert list(turn.completion_ids) == answer
-            assert not turn.truncated
-    first, second = trajectories[0].turns[:2]
-    assert list(second.prompt_ids)[: len(first.prompt_ids)] == list(first.prompt_ids)

@@ -10,19 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings, strategies as st
 
 from tests.agent.servers.loopback import encode, sglang_body
-from trajpack.agent.protocols import SamplingParams
-from trajpack.agent.servers.completion import Completion
 from trajpack.agent.servers.engine_response import (
     ResponseLimits,
     read_sglang_response,
     read_vllm_response,
 )
-from trajpack.packing import TokenField, pack
-from trajpack.packing.types import Trajectory, Turn
 
 RECORDED = Path(__file__).parents[4] / "shared" / "contracts"
 LIMITS = ResponseLimits(max_tokens=64, vocab_size=1000)
@@ -118,9 +113,6 @@ def entries(*values: Any) -> dict[str, Any]:
     return {"logprobs": {"content": [*values]}}
 
 
-NO_TOKEN: dict[str, Any] = {"token_ids": [], "logprobs": {"content": []}}
-
-
 def masks(*rows: Any) -> dict[str, Any]:
     return {"sampling_mask": [*rows]}
 
@@ -129,72 +121,23 @@ def offsets(*ends: int) -> dict[str, Any]:
     return {"sampling_mask": {"token_ids": [207, 129, 350], "offsets": [*ends]}}
 
 
-def test_sampling_masks_are_read_and_packed() -> None:
-    rows = [[5, 207], [], [350]]
-    for shape in (generate, completions, chat):
-        for form in (rows, {"token_ids": [5, 207, 350], "offsets": [0, 2, 2, 3]}):
-            mask = read(shape(sampling_mask=form)).sampling_mask
-            assert (mask.cu.tolist(), mask.values.tolist()) == ([0, 2, 2, 3], [5, 207, 350])
-    assert read(generate()).sampling_mask is None
-    aborted = {"finish_reason": "abort", "weight_versions": None}
-    completion = Completion("q", 0, PROMPT, SamplingParams(max_new_tokens=6))
-    completion.append(read(generate(**masks(*rows), **aborted)), declared=7)
-    with pytest.raises(ValueError, match="only some of the tokens have a sampling mask"):
-        completion.append(read(generate(weight_versions=None)), declared=7)
-    more = masks([207], [8, 129], [])
-    completion.append(read(generate(weight_versions=None, **more)), declared=7)
-    reply = completion.to_output(marks_missing=False)
-    field = TokenField("sampling_mask", torch.int32, ragged=True)
-    turn = Turn(
-        reply.prompt_ids,
-        reply.output_ids,
-        reply.output_logprobs,
-        fields=reply.fields,
-    )
-    batch = pack([Trajectory("a", [turn])], fields=[field])
-    assert batch.unpack()[0].turns == (turn,)
-    found = batch.ragged("sampling_mask")
-    assert found.cu.tolist() == [0, 2, 2, 3, 4, 6, 6]
-    assert found.values.tolist() == [5, 207, 350, 207, 8, 129]
-    same = [[5, 207], [], [350], [207], [8, 129], []]
-    assert reply == replace(reply, fields={"sampling_mask": same})
-
-
 def npy(routes: Any) -> str:
     file = io.BytesIO()
     np.save(file, routes)
     return base64.b64encode(file.getvalue()).decode()
 
 
-def routes_of(num_tokens: int, begin: int = 0) -> Any:
-    """Return routes of 2 layers and 3 experts a token, distinct for each token."""
-    return np.arange(begin, begin + num_tokens * 6, dtype=np.uint8).reshape(num_tokens, 2, 3)
-
-
-def test_routed_experts_are_read_and_packed() -> None:
-    limits = replace(LIMITS, routed_experts=(2, 3))
-    routes = routes_of(7)
+def test_masks_and_routes_are_read_in_every_form() -> None:
+    routes = np.arange(42).reshape(7, 2, 3)
     for shape in (generate, completions, chat):
-        body = encode(shape(routed_experts=npy(routes)))
-        assert np.array_equal(read_vllm_response(body, limits).routed_experts, routes)
-        assert read_vllm_response(body, LIMITS).routed_experts is None
-    completion = Completion("q", 0, PROMPT, SamplingParams(max_new_tokens=6))
-    aborted = {"finish_reason": "abort", "weight_versions": None}
-    for changes in (aborted | {"routed_experts": npy(routes)}, aborted | NO_TOKEN):
-        completion.append(read_vllm_response(encode(generate(**changes)), limits), declared=7)
-    short = encode(generate(weight_versions=None, routed_experts=npy(routes)))
-    with pytest.raises(ValueError, match="routed_experts of 10 tokens, all but the last, got 7"):
-        completion.append(read_vllm_response(short, limits), declared=7)
-    routes = routes_of(10, 100)  # the whole conversation again
-    body = encode(generate(weight_versions=None, routed_experts=npy(routes)))
-    completion.append(read_vllm_response(body, limits), declared=7)
-    reply = completion.to_output(marks_missing=False)
-    assert reply.fields is not None
-    turn = Turn(reply.prompt_ids, reply.output_ids, reply.output_logprobs, fields=reply.fields)
-    field = TokenField("routed_experts", torch.uint8, (2, 3), generated_only=False)
-    batch = pack([Trajectory("a", [turn])], fields=[field])
-    assert np.array_equal(batch.fields["routed_experts"][:-1], routes)
-    assert batch.fields["routed_experts"][-1].tolist() == [[0, 1, 2]] * 2  # it was not run
+        for form in ([[5, 207], [], [350]], {"token_ids": [5, 207, 350], "offsets": [0, 2, 2, 3]}):
+            body = encode(shape(sampling_mask=form, routed_experts=npy(routes)))
+            found = read_vllm_response(body, replace(LIMITS, routed_experts=(2, 3)))
+            assert found.sampling_mask is not None
+            assert found.sampling_mask.cu.tolist() == [0, 2, 2, 3]
+            assert found.sampling_mask.values.tolist() == [5, 207, 350]
+            assert np.array_equal(found.routed_experts, routes)
+            assert read_vllm_response(body, LIMITS).routed_experts is None
 
 
 @pytest.mark.parametrize(
@@ -273,29 +216,18 @@ def test_log_probabilities_are_of_the_tokens_beside_them() -> None:
         ({"token_ids": [1, 2]}, "2 log-probabilities, one for each of token_ids in logprobs, got "),
         ({"token_ids": [1] * 65}, "at most 64 tokens in token_ids, got 65"),
         ({"prompt_token_ids": [5, 1000]}, "ids below 1000 in prompt_token_ids, got 1000 at index"),
-        ({"prompt_token_ids": [5, "6"]}, f"got `str` - {CHOICE}.prompt_token_ids[1]`"),
-        ({"finish_reason": None}, f"expected `str`, got `null` - {CHOICE}.finish_reason`"),
-        ({"logprobs": None}, f"expected `object`, got `null` - {CHOICE}.logprobs`"),
         ({"logprobs": {}}, "content or token_logprobs in logprobs, got neither"),
         (logprobs(-1, -2), "3 log-probabilities, one for each of token_ids in logprobs, got 2"),
         (logprobs(-1, -1e39, -3), "logprobs must be finite float32, got -"),
         (logprobs(-1, -(10**400), -3), f"out of range - {CHOICE}.logprobs.token_logprobs[1]`"),
         (logprobs(-1, 0.02, None), "0 or less in logprobs, got 0.0199"),
-        (entries(GOOD, {}, GOOD), "missing required field `logprob` - at `$.choices[0].logprobs."),
         (entries(GOOD), "3 log-probabilities, one for each of token_ids in logprobs, got 1"),
-        (
-            {"weight_versions": [{"version": 7, "start": 0, "end": 3}]},
-            f"expected `str`, got `int` - {CHOICE}.weight_versions[0].version`",
-        ),
-        ({"weight_versions": [{"version": "7", "end": 3}]}, "missing required field `start`"),
-        ({"weight_versions": "7"}, f"`array | null`, got `str` - {CHOICE}.weight_versions`"),
         (masks([207], [129]), "3 rows, one for each of token_ids in sampling_mask, got 2"),
         (masks([207], [129], [350, 1000]), "ids below 1000 in sampling_mask, got 1000 at index 3"),
         (masks([207], [129, -1], [350]), "sampling_mask must be 0 or more, got -1 at index 2"),
         (offsets(0, 1, 3), "3 rows, one for each of token_ids in sampling_mask, got 2"),
         (offsets(0, 1, 2, 4), "sampling_mask: cu must end at the 3 values, got 4"),
         (offsets(0, 2, 1, 3), "sampling_mask: cu must grow from 0"),
-        ({"sampling_mask": {"token_ids": [1]}}, "missing required field `offsets`"),
     ],
 )
 def test_a_wrong_part_is_refused_by_name(changes: Any, message: str) -> None:
@@ -314,14 +246,13 @@ def test_a_wrong_part_is_refused_by_name(changes: Any, message: str) -> None:
         (b"{}", "missing required field `choices`"),
         (b'{"choices": []}', "one sample in choices, got 0"),
         (encode({"choices": [choice(**logprobs())] * 2}), "one sample in choices, got 2"),
-        (b'{"choices": [5]}', "expected `object`, got `int` - at `$.choices[0]`"),
         (
             b'{"error": {"message": "Token id 21999 is out of vocabulary", "code": 400}}',
             'field `choices`, in {"error": {"message": "Token id 21999 is out of vocabulary"',
         ),
         (b" " * (LIMITS.max_bytes + 1), f"at most {LIMITS.max_bytes} bytes in body, got 671088"),
     ],
-    ids=range(10),
+    ids=range(9),
 )
 def test_a_wrong_body_is_refused(body: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=r"^vLLM response: ") as caught:
@@ -348,24 +279,20 @@ PAIR = [-1, 5, None]
     [
         (b'{"choices": ' + b"[" * 30_000 + b"]" * 30_000 + b"}", "recursion"),
         (sglang(output_token_logprobs=[[-1], PAIR]), "at least length 2"),
-        (sglang(output_token_logprobs=[{}, PAIR]), "got `object`"),
         (
             sglang(output_token_logprobs=[[-1, 4], [-1, 6]]),
             "the token 5 at index 1 in logprobs, got 6",
         ),
         (sglang(output_token_logprobs=[[-1, 4]]), "2 log-probabilities"),
-        (sglang(output_token_logprobs=None), "output_token_logprobs"),
         (stop(6), "one of the stop tokens [6]"),
         (stop([6, 7]), "one of the stop tokens [6, 7] at the end in output_ids, got 5"),
         (stop([5, "x"]), "expected `int`, got `str` - at `$.meta_info.finish_reason.matched[1]`"),
         (stop("NaN happened"), "a text of the request in matched, got 'NaN happened'"),
-        (sglang(finish_reason=None), "got `null` - at `$.meta_info.finish_reason`"),
         (encode(sglang_body([4, 1000])), "ids below 1000"),
-        (encode(sglang_body([4]) | {"output_ids": None}), "output_ids"),
         (encode({"output_ids": [5]}), "meta_info"),
         (b'{"error": {"message": "no"}}', "missing required field `output_ids`"),
     ],
-    ids=range(15),
+    ids=range(11),
 )
 def test_a_wrong_part_of_sglangs_is_refused_by_name(body: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=r"^SGLang response: ") as caught:

@@ -117,19 +117,15 @@ def test_broken_answers_are_errors_and_leave_no_file_open() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_long_answer_in_pieces_is_taken() -> None:
+async def test_a_long_answer_in_pieces_is_taken() -> None:
     """Chunks of 200 bytes, and a body that is parsed beside the event loop."""
     whole = encode(vllm_body(range(20_000), [-1.5] * 20_000, "length"))
     pieces = [whole[start : start + 200] for start in range(0, len(whole), 200)]
     body = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
     answer = Answer(raw=head("transfer-encoding: chunked", body=body))
-
-    async def collect() -> None:
-        async with serving(VLLMEngine, always(answer)) as (_, engine):
-            output = await generate(engine, sampling=SamplingParams(20_000))
-            assert len(output.output_ids) == 20_000
-
-    asyncio.run(collect())
+    async with serving(VLLMEngine, always(answer)) as (_, engine):
+        output = await generate(engine, sampling=SamplingParams(20_000))
+        assert len(output.output_ids) == 20_000
 
 
 @pytest.mark.parametrize(
@@ -141,7 +137,7 @@ def test_a_long_answer_in_pieces_is_taken() -> None:
     ],
     ids=["endless", "endless error", "reset"],
 )
-def test_an_endless_body_is_not_taken(status: int | None, error: type, reason: str) -> None:
+async def test_an_endless_body_is_not_taken(status: int | None, error: type, reason: str) -> None:
     poured = 0
 
     async def serve(reader: Any, writer: asyncio.StreamWriter) -> None:
@@ -160,15 +156,12 @@ def test_an_endless_body_is_not_taken(status: int | None, error: type, reason: s
             poured += 0x10000
             await writer.drain()
 
-    async def body() -> None:
-        small = options(max_response_bytes=70_000)
-        async with raw_server(serve) as url, VLLMEngine(url, options=small) as engine:
-            reply = await ask(engine)
-        assert isinstance(reply, error), reply
-        assert reason in str(reply)
-        assert poured < 8 * 2**20  # what the kernel keeps on its way
-
-    asyncio.run(body())
+    small = options(max_response_bytes=70_000)
+    async with raw_server(serve) as url, VLLMEngine(url, options=small) as engine:
+        reply = await ask(engine)
+    assert isinstance(reply, error), reply
+    assert reason in str(reply)
+    assert poured < 8 * 2**20  # what the kernel keeps on its way
 
 
 @pytest.mark.parametrize("status", [401, 503, 200])

@@ -61,114 +61,91 @@ def first(answers: list[Answer]) -> Callable[[Asked], Awaitable[Answer]]:
     ],
     ids=["429", "500", "502", "503", "504", "mid body", "speechless"],
 )
-def test_what_may_be_retried_is(failure: Answer) -> None:
-    async def body() -> None:
-        async with serving(VLLMEngine, first([failure, failure])) as ((server,), engine):
-            output = await generate(engine)
-            assert output.output_ids.tolist() == [4, 5]
-            assert len(server.draws) == 3
-
-    asyncio.run(body())
+async def test_what_may_be_retried_is(failure: Answer) -> None:
+    async with serving(VLLMEngine, first([failure, failure])) as ((server,), engine):
+        output = await generate(engine)
+        assert output.output_ids.tolist() == [4, 5]
+        assert len(server.draws) == 3
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 413, 422])
-def test_what_may_not_be_retried_is_not(status: int) -> None:
+async def test_what_may_not_be_retried_is_not(status: int) -> None:
     answer = Answer(status, {"error": {"message": "no\nsuch \x1b[31m thing" + "x" * 9000}})
-
-    async def body() -> None:
-        async with serving(SGLangEngine, always(answer, say_sglang)) as ((server,), engine):
-            reply = await ask(engine)
-            assert isinstance(reply, RequestRefusedError)
-            assert f"127.0.0.1:{server.port}: /generate: status {status}: " in str(reply)
-            assert str(reply).isprintable()
-            assert len(str(reply)) < 1000
-            assert len(server.draws) == 1
-            if status == 400:  # a wrong request is not the server's fault
-                for k in range(5):
-                    assert isinstance(await ask(engine, f"{k}@0"), GenerationError)
-                assert len(server.draws) == 6
-                assert engine._servers[0].is_healthy
-
-    asyncio.run(body())
+    async with serving(SGLangEngine, always(answer, say_sglang)) as ((server,), engine):
+        reply = await ask(engine)
+        assert isinstance(reply, RequestRefusedError)
+        assert f"127.0.0.1:{server.port}: /generate: status {status}: " in str(reply)
+        assert str(reply).isprintable()
+        assert len(str(reply)) < 1000
+        assert len(server.draws) == 1
+        if status == 400:  # a wrong request is not the server's fault
+            for k in range(5):
+                assert isinstance(await ask(engine, f"{k}@0"), GenerationError)
+            assert len(server.draws) == 6
+            assert engine._servers[0].is_healthy
 
 
-def test_retries_come_to_an_end() -> None:
-    async def body() -> None:
-        calm = options(retries=RetryLimits(4, 0.001, 0.002, max_failures=99))
-        async with serving(VLLMEngine, always(Answer(503, b"busy")), options=calm) as (
-            (server,),
-            engine,
-        ):
-            reply = await ask(engine)
-            assert isinstance(reply, ServerUnavailableError)
-            assert reply.cause == "unavailable"
-            assert "/inference/v1/generate: status 503: busy" in str(reply)
-            assert len(server.draws) == 4
-
-    asyncio.run(body())
+async def test_retries_come_to_an_end() -> None:
+    calm = options(retries=RetryLimits(4, 0.001, 0.002, max_failures=99))
+    async with serving(VLLMEngine, always(Answer(503, b"busy")), options=calm) as (
+        (server,),
+        engine,
+    ):
+        reply = await ask(engine)
+        assert isinstance(reply, ServerUnavailableError)
+        assert reply.cause == "unavailable"
+        assert "/inference/v1/generate: status 503: busy" in str(reply)
+        assert len(server.draws) == 4
 
 
-def test_a_server_that_is_too_slow_is_left_for_another() -> None:
-    async def body() -> None:
-        hasty = options(time_limits=TimeLimits(request_s=0.2))
-        async with (
-            Loopback(drawing(lambda _: asyncio.sleep(99), say_sglang)) as slow,  # type: ignore[arg-type,return-value]
-            Loopback(say_sglang) as quick,
-            SGLangEngine([slow.url, quick.url], options=hasty) as engine,
-        ):
-            output = await generate(engine)
-            assert output.output_ids.tolist() == [4, 5]
-            assert slow.hung_up == slow.draws
-            assert all(server.is_healthy for server in engine._servers)
-
-    asyncio.run(body())
+async def test_a_server_that_is_too_slow_is_left_for_another() -> None:
+    hasty = options(time_limits=TimeLimits(request_s=0.2))
+    async with (
+        Loopback(drawing(lambda _: asyncio.sleep(99), say_sglang)) as slow,  # type: ignore[arg-type,return-value]
+        Loopback(say_sglang) as quick,
+        SGLangEngine([slow.url, quick.url], options=hasty) as engine,
+    ):
+        output = await generate(engine)
+        assert output.output_ids.tolist() == [4, 5]
+        assert slow.hung_up == slow.draws
+        assert all(server.is_healthy for server in engine._servers)
 
 
-def test_one_reply_takes_no_longer_than_it_may() -> None:
-    async def body() -> None:
-        limits = TimeLimits(generation_s=0.2)
-        say = drawing(lambda _: asyncio.sleep(99))  # type: ignore[arg-type,return-value]
-        timed = options(time_limits=limits)
-        async with serving(VLLMEngine, say, options=timed) as ((server,), engine):
-            reply = await ask(engine)
-            assert isinstance(reply, ServerUnavailableError)
-            assert f"127.0.0.1:{server.port}: no completion within 0.2 s" in str(reply)
-
-    asyncio.run(body())
+async def test_one_reply_takes_no_longer_than_it_may() -> None:
+    limits = TimeLimits(generation_s=0.2)
+    say = drawing(lambda _: asyncio.sleep(99))  # type: ignore[arg-type,return-value]
+    timed = options(time_limits=limits)
+    async with serving(VLLMEngine, say, options=timed) as ((server,), engine):
+        reply = await ask(engine)
+        assert isinstance(reply, ServerUnavailableError)
+        assert f"127.0.0.1:{server.port}: no completion within 0.2 s" in str(reply)
 
 
-def test_an_episode_stays_where_its_prefix_is_and_others_spread() -> None:
-    async def body() -> None:
-        async with serving(VLLMEngine, say_vllm, 3) as (servers, engine):
-            order = list(range(9))
-            for turn in range(4):
-                random.Random(turn).shuffle(order)
-                # the episode's number is its prompt's first token
-                asked = (generate(engine, f"q{k}@0", [k, turn]) for k in order)
-                await asyncio.gather(*asked)
-            seen = [{asked.payload["token_ids"][0] for asked in server.draws} for server in servers]
-            assert [len(qids) for qids in seen] == [3, 3, 3]
-            assert set.union(*seen) == set(range(9))
-            assert all(len(server.draws) == 12 for server in servers)
-
-    asyncio.run(body())
+async def test_an_episode_stays_where_its_prefix_is_and_others_spread() -> None:
+    async with serving(VLLMEngine, say_vllm, 3) as (servers, engine):
+        order = list(range(9))
+        for turn in range(4):
+            random.Random(turn).shuffle(order)
+            # the episode's number is its prompt's first token
+            asked = (generate(engine, f"q{k}@0", [k, turn]) for k in order)
+            await asyncio.gather(*asked)
+        seen = [{asked.payload["token_ids"][0] for asked in server.draws} for server in servers]
+        assert [len(qids) for qids in seen] == [3, 3, 3]
+        assert set.union(*seen) == set(range(9))
+        assert all(len(server.draws) == 12 for server in servers)
 
 
-def test_those_that_asked_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_those_that_asked_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trajpack.agent.servers.engine.MAX_EPISODES", 2)
-
-    async def body() -> None:
-        async with serving(VLLMEngine, say_vllm, options=options(seed=0)) as ((server,), engine):
-            for qid in ("a", "b", "a", "c", "a", "b"):
-                await generate(engine, qid)
-            seeds = [asked.payload["sampling_params"]["seed"] for asked in server.draws]
-            numbers = [("a", 0), ("b", 0), ("a", 1), ("c", 0), ("a", 2), ("b", 0)]
-            assert seeds == [derive_seed(0, *names) for names in numbers]
-
-    asyncio.run(body())
+    async with serving(VLLMEngine, say_vllm, options=options(seed=0)) as ((server,), engine):
+        for qid in ("a", "b", "a", "c", "a", "b"):
+            await generate(engine, qid)
+        seeds = [asked.payload["sampling_params"]["seed"] for asked in server.draws]
+        numbers = [("a", 0), ("b", 0), ("a", 1), ("c", 0), ("a", 2), ("b", 0)]
+        assert seeds == [derive_seed(0, *names) for names in numbers]
 
 
-def test_counts_come_back_to_nothing_whatever_happens() -> None:
+async def test_counts_come_back_to_nothing_whatever_happens() -> None:
     failures = itertools.cycle(
         [Answer(503), DIES_SPEECHLESS, Answer(400), Answer(200, b"{"), None, None]
     )
@@ -177,17 +154,14 @@ def test_counts_come_back_to_nothing_whatever_happens() -> None:
         await asyncio.sleep(0.001)
         return next(failures) or await say_vllm(asked)
 
-    async def body() -> None:
-        async with serving(VLLMEngine, drawing(draw), 2) as (_, engine):
-            tasks = [asyncio.create_task(ask(engine, str(k))) for k in range(40)]
-            await asyncio.sleep(0.02)
-            for task in tasks[1::2]:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            assert [server.num_in_flight for server in engine._servers] == [0, 0]
-            assert engine._deadlines == set()
-
-    asyncio.run(body())
+    async with serving(VLLMEngine, drawing(draw), 2) as (_, engine):
+        tasks = [asyncio.create_task(ask(engine, str(k))) for k in range(40)]
+        await asyncio.sleep(0.02)
+        for task in tasks[1::2]:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert [server.num_in_flight for server in engine._servers] == [0, 0]
+        assert engine._deadlines == set()
 
 
 def test_the_episodes_of_a_dead_server_move_and_it_returns_when_it_is_well(
@@ -219,49 +193,40 @@ def test_the_episodes_of_a_dead_server_move_and_it_returns_when_it_is_well(
     assert "stamina.retry_scheduled" in caplog.text
 
 
-def test_a_single_server_may_be_started_again_in_between() -> None:
-    async def body() -> None:
-        server = Loopback(say_vllm)
-        await server.__aenter__()
-        async with VLLMEngine(server.url, options=options()) as engine:
-            await server.__aexit__()
-            asked = asyncio.create_task(generate(engine))
-            await asyncio.sleep(0.05)  # it fails, rests, and is asked for its health in vain
-            async with server:
-                assert (await asked).output_ids.tolist() == [4, 5]
-
-    asyncio.run(body())
+async def test_a_single_server_may_be_started_again_in_between() -> None:
+    server = Loopback(say_vllm)
+    await server.__aenter__()
+    async with VLLMEngine(server.url, options=options()) as engine:
+        await server.__aexit__()
+        asked = asyncio.create_task(generate(engine))
+        await asyncio.sleep(0.05)  # it fails, rests, and is asked for its health in vain
+        async with server:
+            assert (await asked).output_ids.tolist() == [4, 5]
 
 
-def test_an_outage_ends_in_an_error_that_names_the_server() -> None:
-    async def body() -> None:
-        server = Loopback(say_vllm)
-        await server.__aenter__()
-        limits = TimeLimits(outage_s=0.1)
-        async with VLLMEngine(server.url, options=options(time_limits=limits)) as engine:
-            await server.__aexit__()
-            reply = await ask(engine)
-            assert isinstance(reply, ServerUnavailableError)
-            assert f"no server is healthy after 0.1 s: 127.0.0.1:{server.port}: /" in str(reply)
-            assert "ClientConnectorError" in str(reply)
-
-    asyncio.run(body())
+async def test_an_outage_ends_in_an_error_that_names_the_server() -> None:
+    server = Loopback(say_vllm)
+    await server.__aenter__()
+    limits = TimeLimits(outage_s=0.1)
+    async with VLLMEngine(server.url, options=options(time_limits=limits)) as engine:
+        await server.__aexit__()
+        reply = await ask(engine)
+        assert isinstance(reply, ServerUnavailableError)
+        assert f"no server is healthy after 0.1 s: 127.0.0.1:{server.port}: /" in str(reply)
+        assert "ClientConnectorError" in str(reply)
 
 
 @pytest.mark.parametrize("status", [503, 401])
-def test_a_start_without_a_healthy_server_fails_and_leaves_nothing(status: int) -> None:
+async def test_a_start_without_a_healthy_server_fails_and_leaves_nothing(status: int) -> None:
     async def unwell(asked: Asked) -> Answer:
         return Answer(status, b"not now")
 
-    async def body() -> None:
-        late = options(time_limits=TimeLimits(start_s=0.1))
-        words = f"healthy after 0.1 s: .*/health: status {status}: not now"
-        with pytest.raises(SetupError, match=words):
-            async with serving(SGLangEngine, unwell, 2, options=late):
-                pass
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(body())
+    late = options(time_limits=TimeLimits(start_s=0.1))
+    words = f"healthy after 0.1 s: .*/health: status {status}: not now"
+    with pytest.raises(SetupError, match=words):
+        async with serving(SGLangEngine, unwell, 2, options=late):
+            pass
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 SLOW_REST = RetryLimits(wait_initial_s=0.001, rest_s=60, max_failures=2)
@@ -287,31 +252,25 @@ def test_a_server_that_fails_quickly_does_not_attract_everybody(answer: Answer) 
     assert sum(isinstance(reply, GenerationError) for reply in replies) == 2
 
 
-def test_the_second_attempt_is_made_on_another_server() -> None:
-    async def body() -> None:
-        async with (
-            Loopback(always(Answer(503))) as bad,
-            Loopback(say_vllm) as good,
-            VLLMEngine([bad.url, good.url], options=options()) as engine,
-        ):
-            await generate(engine)
-            assert (len(bad.draws), len(good.draws)) == (1, 1)
-
-    asyncio.run(body())
+async def test_the_second_attempt_is_made_on_another_server() -> None:
+    async with (
+        Loopback(always(Answer(503))) as bad,
+        Loopback(say_vllm) as good,
+        VLLMEngine([bad.url, good.url], options=options()) as engine,
+    ):
+        await generate(engine)
+        assert (len(bad.draws), len(good.draws)) == (1, 1)
 
 
-def test_a_death_counts_once_however_many_requests_it_ends() -> None:
-    async def body() -> None:
-        async with serving(VLLMEngine, drawing(never)) as ((server,), engine):
-            asked = [asyncio.create_task(ask(engine, f"{k}@0")) for k in range(20)]
-            await server.wait_for_draws(20)
-            await server.__aexit__()
-            (one,) = engine._servers
-            await until(lambda: not (one.is_healthy or one.num_in_flight))
-            assert one.num_failures == 1
-            server.say = say_vllm
-            async with server:
-                assert not [r for r in await asyncio.gather(*asked) if isinstance(r, Exception)]
-            assert one.num_failures == 0
-
-    asyncio.run(body())
+async def test_a_death_counts_once_however_many_requests_it_ends() -> None:
+    async with serving(VLLMEngine, drawing(never)) as ((server,), engine):
+        asked = [asyncio.create_task(ask(engine, f"{k}@0")) for k in range(20)]
+        await server.wait_for_draws(20)
+        await server.__aexit__()
+        (one,) = engine._servers
+        await until(lambda: not (one.is_healthy or one.num_in_flight))
+        assert one.num_failures == 1
+        server.say = say_vllm
+        async with server:
+            assert not [r for r in await asyncio.gather(*asked) if isinstance(r, Exception)]
+        assert one.num_failures == 0

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from tests.agent.servers.loopback import NOTHING, Answer, Asked, generate, options, serving
-from trajpack.agent.errors import MalformedResponseError
 from trajpack.agent.protocols import GenerationOutput, SamplingParams
 from trajpack.agent.servers.vllm import VLLMEngine
 
@@ -50,17 +49,3 @@ def test_a_recorded_response_becomes_the_reply(endpoint: str) -> None:
     assert (output.version_start, output.version_end) == (5, 5)  # "default" is the engine's own
     first = "/inference/v1/generate"
     assert paths == ([first] if endpoint == first else [first, endpoint])
-
-
-def test_a_recorded_response_to_another_prompt_is_not_taken() -> None:
-    body = (RECORDED / FILES["/v1/completions"]).read_bytes()
-
-    async def say(asked: Asked) -> Answer:
-        return Answer(body=body) if asked.is_draw else Answer(body={"data": [{"id": "tiny"}]})
-
-    async def collect() -> None:
-        async with serving(VLLMEngine, say, endpoint="completions") as (_, engine):
-            await generate(engine, "q@0", [*PROMPT, 1], SamplingParams(3))
-
-    with pytest.raises(MalformedResponseError, match="another prompt"):
-        asyncio.run(collect())

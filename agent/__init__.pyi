@@ -1,5 +1,6 @@
 """Names that `trajpack.agent` exports. The runtime reads this list too."""
 
+from trajpack.agent.agents.conversation import ConversationLimits as ConversationLimits
 from trajpack.agent.agents.environment_agent import EnvironmentAgent as EnvironmentAgent
 from trajpack.agent.agents.episode_agent import EpisodeAgent as EpisodeAgent
 from trajpack.agent.agents.math_multi_turn import MathMultiTurnAgent as MathMultiTurnAgent
@@ -10,10 +11,7 @@ from trajpack.agent.conversation_rows import (
 )
 from trajpack.agent.engines.function_engine import FunctionEngine as FunctionEngine
 from trajpack.agent.engines.transformers_engine import TransformersEngine as TransformersEngine
-from trajpack.agent.environments.code import (
-    CodeEnvironment as CodeEnvironment,
-    CodeProblem as CodeProblem,
-)
+from trajpack.agent.environments.code import CodeEnvironment as CodeEnvironment
 from trajpack.agent.environments.gymnasium import GymnasiumEnvironment as GymnasiumEnvironment
 from trajpack.agent.environments.math_verify import MathVerifyEnvironment as MathVerifyEnvironment
 from trajpack.agent.environments.program_runner import BubblewrapRunner as BubblewrapRunner
@@ -24,6 +22,7 @@ from trajpack.agent.environments.questions import (
 from trajpack.agent.errors import (
     EpisodeError as EpisodeError,
     GenerationError as GenerationError,
+    RequestRefusedError as RequestRefusedError,
 )
 from trajpack.agent.models.tiny_model import build_tiny_model as build_tiny_model
 from trajpack.agent.observability.metrics import RolloutMetrics as RolloutMetrics
@@ -42,7 +41,6 @@ from trajpack.agent.runner.policy import (
     RetryPolicy as RetryPolicy,
     RolloutPolicy as RolloutPolicy,
     StalenessPolicy as StalenessPolicy,
-    success_rate_between as success_rate_between,
 )
 from trajpack.agent.runner.runner import (
     EpisodeResult as EpisodeResult,

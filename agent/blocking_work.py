@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 
@@ -47,12 +47,10 @@ async def run_to_end(work: Callable[[], _T]) -> _T:
     return await to_end(asyncio.get_running_loop().run_in_executor(None, work))
 
 
-async def cancel_and_wait(task: asyncio.Task[None]) -> None:
-    """Cancel a task and wait until it has ended, also when cancelled meanwhile."""
+async def wait_for_end(*tasks: asyncio.Task[Any]) -> None:
+    """Wait until tasks have ended, also when cancelled meanwhile."""
     from anyio import CancelScope
 
-    task.cancel()
     with CancelScope(shield=True):
-        await to_end(asyncio.ensure_future(asyncio.wait({task})))
-    if not task.cancelled():
-        task.exception()  # retrieved, so that it is not logged
+        if tasks:
+            await to_end(asyncio.ensure_future(asyncio.wait(tasks)))

@@ -186,12 +186,18 @@ class Conversation:
         return scores[0], self.terminated or is_cut
 
     def trajectory(self, turn_discount: float) -> Trajectory:
-        """Return the conversation as a trajectory; its prompts are views of one array."""
+        """Return the conversation as a trajectory; its prompts are views of one array.
+
+        Of one that was cut off, the last turn counts as truncated, too: trainers that know no flag
+        of trajectories see it there.
+        """
         conversation = as_ids("token_ids", self.token_ids)
         turns = []
         for one in self.exchanges:
             size = len(one.turn.prompt_ids)
             turns.append(replace(one.turn, prompt_ids=conversation[:size], reward=one.reward))
+        if self.truncated:
+            turns[-1] = replace(turns[-1], truncated=True)
         return Trajectory(
             id=self.prompt.id,
             turns=turns,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,7 @@ from trajpack.agent.errors import (
     reason_of,
 )
 from trajpack.agent.protocols import (
-    Agent,
     Engine,
-    Environment,
     Generate,
     GenerationOutput,
     GenerationRequest,
@@ -34,83 +32,53 @@ from trajpack.agent.protocols import (
 from trajpack.agent.runner.gate import GenerationGate
 from trajpack.agent.runner.observers import Observers, RolloutObserver
 from trajpack.agent.runner.policy import RolloutPolicy, StalenessGate
-from trajpack.agent.runner.replies import checked_prompt, turn_of
+from trajpack.agent.runner.replies import check_trajectories, checked_prompt, turn_of
 from trajpack.agent.runner.results import Progress
 from trajpack.agent.runner.silence import SilenceTimer
-from trajpack.agent.runner.trajectory_check import check_trajectories
+from trajpack.packing.conversion import as_integer
+from trajpack.packing.optional import require
 from trajpack.packing.types import Trajectory, Turn
 
-_DEFAULT_POLICY = RolloutPolicy()
-WEIGHTS = "weights newer than those of the last results (RolloutPolicy.staleness)"
-"""What a run waits for that no episode may begin without."""
-_WEIGHTS_FACTOR = 6
-"""How much longer newer weights may take than other things: a training step."""
 
-
+@dataclass(eq=False)
 class RunnerContext:
-    """Parts and options that all runs and episodes of a runner share.
+    """Parts and options that all runs and episodes of a runner share, see `RolloutRunner`."""
 
-    Arguments as of `RolloutRunner`.
-    """
+    engine: Engine
+    agent: Any
+    environment: Any
+    _: KW_ONLY
+    concurrency: int = 64
+    group_size: int = 1
+    sampling: Any = None
+    policy: RolloutPolicy = field(default_factory=RolloutPolicy)
+    observers: Sequence[RolloutObserver] = ()
+    finished: Collection[str] = ()
+    on_progress: Callable[[Progress], None] | None = None
 
-    def __init__(  # noqa: PLR0913 - the first three are its parts, the others are options
-        self,
-        engine: Engine,
-        agent: Agent,
-        environment: Environment,
-        *,
-        concurrency: int = 64,
-        group_size: int = 1,
-        sampling: Any = None,
-        policy: RolloutPolicy = _DEFAULT_POLICY,
-        observers: Sequence[RolloutObserver] = (),
-        finished: Collection[str] = (),
-        on_progress: Callable[[Progress], None] | None = None,
-    ) -> None:
-        self.engine, self.agent, self.environment = engine, agent, environment
-        self.concurrency, self.group_size = concurrency, group_size
-        self.sampling = SamplingParams() if sampling is None else sampling
-        self.policy = policy
-        self.observers = Observers(observers)
-        self.finished = set(finished) if isinstance(finished, list | tuple) else finished
-        self.on_progress = on_progress
-        self.staleness = None if policy.staleness is None else StalenessGate(policy.staleness)
+    def __post_init__(self) -> None:
+        for name in ("concurrency", "group_size"):
+            if as_integer(name, getattr(self, name)) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not isinstance(self.policy, RolloutPolicy):
+            raise TypeError(f"policy must be a RolloutPolicy, got {type(self.policy).__name__}")
+        if isinstance(self.finished, str):
+            raise TypeError(f"finished must be several names, got {self.finished!r}")
+        if not isinstance(self.finished, Set):
+            self.finished = frozenset(self.finished)
+        require("anyio")
+        self.run_agent = coroutine_of(self.agent)
+        self.sampling = SamplingParams() if self.sampling is None else self.sampling
+        staleness = self.policy.staleness
+        self.staleness = None if staleness is None else StalenessGate(staleness)
+        """Counts of results accepted and under way, if the policy limits staleness."""
+        self.tell = Observers(self.observers)
         self.gate = GenerationGate()
-        self.silence = SilenceTimer(policy.silence_warning_s, self.waits_for)
-        self.attempts: dict[Attempt, None] = {}
-        """Attempts at episodes that are under way, in the order of their beginnings."""
-        self.num_calls = 0
-        """Calls of the environment that have no answer yet."""
+        self.silence = SilenceTimer(self.policy.silence_warning_s, self._waits_for)
+        self.num_attempts = self.num_calls = 0
+        """Attempts at episodes, and calls of the environment, that are under way."""
         self.others: list[str] = []
         """What runs wait for while no episode is under way: prompts, or newer weights."""
-
-    def waits_for(self) -> tuple[str, float]:
-        """Return what keeps the runner waiting, as a `SilenceTimer` asks for it."""
-        if self.gate.is_still:
-            return "", 1
-        awaited = []
-        engine, environment, agent = (
-            type(party).__name__ for party in (self.engine, self.environment, self.agent)
-        )
-        if num_open := self.gate.num_in_flight:
-            awaited.append(
-                f"replies of the engine {engine} (requests open: {num_open}; it must be entered by "
-                "async with, and its tasks must run)"
-            )
-        if self.num_calls:
-            awaited.append(f"answers of the environment {environment} (calls: {self.num_calls})")
-        idle = [attempt.qid for attempt in self.attempts if attempt.is_alone]
-        if idle and not getattr(self.agent, "is_remote", False):
-            awaited.append(
-                f"the agent {agent}, whose episode {idle[0]} waits for no reply and no call of the "
-                f"environment (such episodes: {len(idle)})"
-            )
-        if awaited:
-            ends = "RolloutPolicy(episode_timeout_s=...) ends such episodes"
-            return f"{', '.join(awaited)}; {ends}", 1
-        if self.attempts or not self.others:
-            return "", 1
-        return self.others[0], _WEIGHTS_FACTOR if WEIGHTS in self.others else 1
 
     @contextmanager
     def awaiting(self, what: str) -> Iterator[None]:
@@ -121,45 +89,48 @@ class RunnerContext:
         finally:
             self.others.remove(what)
 
+    def _waits_for(self) -> str:
+        if self.gate.is_still or getattr(self.agent, "is_remote", False):
+            return ""  # of episodes elsewhere no sign comes
+        if not self.num_attempts:
+            return f"waiting for {self.others[0]}" if self.others else ""
+        engine, environment = type(self.engine).__name__, type(self.environment).__name__
+        return (
+            f"episodes under way: {self.num_attempts}, open requests to {engine}: "
+            f"{self.gate.num_in_flight}, open calls of {environment}: {self.num_calls}; "
+            "RolloutPolicy(episode_timeout_s=...) ends such episodes"
+        )
+
 
 class Attempt:
-    """One attempt at an episode: what its agent asks and waits for."""
+    """One attempt at an episode: what its agent asks."""
 
     def __init__(
-        self,
-        qid: str,
-        context: RunnerContext,
-        count_turn: Callable[[Turn], None] | None = None,
+        self, qid: str, context: RunnerContext, count_turn: Callable[[Turn], None] | None
     ) -> None:
         self.qid = qid
         self.context = context
         self.environment_errors: list[BaseException] = []
         """Exceptions that the environment raised."""
-        self.num_waits = 0
-        """Calls of the environment and waits for the end of a pause that are under way."""
         self.num_requests = 0
         """Requests sent so far."""
         self._is_over = False
         self._count_turn = count_turn
         self._asking: set[asyncio.Task[Any] | None] = set()
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether the attempt waits only for its agent: not for engine, environment or gate."""
-        return not self._asking and not self.num_waits
-
-    def open(self) -> None:
-        """Count the attempt as under way."""
+    @contextmanager
+    def lasting(self) -> Iterator[None]:
+        """Count the attempt as under way; at its end, cancel tasks that still ask."""
         self.context.silence.sign()
-        self.context.attempts[self] = None
-
-    def close(self) -> None:
-        """End the attempt, and cancel tasks that still ask."""
-        self._is_over = True
-        self.context.attempts.pop(self, None)
-        for task in self._asking:
-            if task is not None:
-                task.cancel()
+        self.context.num_attempts += 1
+        try:
+            yield
+        finally:
+            self._is_over = True
+            self.context.num_attempts -= 1
+            for task in self._asking:
+                if task is not None:
+                    task.cancel()
 
     async def generate(self, token_ids: Sequence[int], sampling: Any = None) -> Turn:
         """Ask the engine, once generation is not paused; see `Generate`.
@@ -168,20 +139,17 @@ class Attempt:
             RuntimeError: If the attempt is over.
         """
         prompt_ids = checked_prompt(self.qid, token_ids)
-        task = asyncio.current_task()
+        task, gate = asyncio.current_task(), self.context.gate
         self._asking.add(task)
         try:
-            await self._wait_open()
+            if gate.is_closed:
+                with self.context.tell.waiting("pause"):
+                    await gate.wait_open()
             if self._is_over:
                 raise RuntimeError(f"episode {self.qid!r} is over: it asks no more")
             return await self._ask(prompt_ids, sampling)
         finally:
             self._asking.discard(task)
-
-    async def _wait_open(self) -> None:
-        if self.context.gate.is_closed:
-            with self.context.observers.waiting("pause"):
-                await self.context.gate.wait_open()
 
     async def _ask(self, prompt_ids: npt.NDArray[np.int32], sampling: Any) -> Turn:
         """Send a request, tell observers, and return its checked reply."""
@@ -192,20 +160,20 @@ class Attempt:
         timeout_s = context.policy.generation_timeout_s
         late = EpisodeTimeoutError(self.qid, f"no reply within {timeout_s} s")
         context.silence.sign()
-        context.observers.tell("generation_started", self.qid, number, prompt_ids.size)
+        context.tell("generation_started", self.qid, number, prompt_ids.size)
         try:
             with context.gate.sending():
                 asked = reply_of(context.engine, request)
                 reply = await context.gate.in_time(asked, timeout_s, late)
             turn = turn_of(self.qid, prompt_ids, reply)
         except EpisodeError as error:
-            context.observers.tell("generation_ended", self.qid, number, error)
+            context.tell("generation_ended", self.qid, number, error)
             raise
         finally:
             context.silence.sign()
         if self._count_turn is not None:
             self._count_turn(turn)
-        context.observers.tell("generation_ended", self.qid, number, reply)
+        context.tell("generation_ended", self.qid, number, reply)
         return turn
 
 
@@ -231,10 +199,7 @@ async def reply_of(engine: Engine, request: GenerationRequest) -> GenerationOutp
             raise
         raise GenerationError(request.qid, "the generation was cancelled") from error
     except BaseException as error:  # a defect of an engine, of any kind, fails its request alone
-        if (end := end_of_program(error)) is not None:
-            raise end from None  # a task hands on no group that holds it
-        if isinstance(error, GeneratorExit) and not is_running(task):
-            raise  # the interpreter closes this coroutine
+        _raise_end(error, task)
         reason = f"the engine failed: {reason_of(error)}"
         raise GenerationError(request.qid, reason) from error
 
@@ -256,9 +221,9 @@ class RecordingEnvironment:
 
     async def step(self, *values: Any, **named: Any) -> Any:
         """Take an action."""
-        attempt, observers = self._attempt, self._attempt.context.observers
+        attempt, tell = self._attempt, self._attempt.context.tell
         turn = max(attempt.num_requests - 1, 0)
-        observers.tell("verification_started", attempt.qid, turn)
+        tell("verification_started", attempt.qid, turn)
         error: BaseException | None = None
         try:
             with self._calling():
@@ -267,21 +232,19 @@ class RecordingEnvironment:
             error = raised
             raise
         finally:
-            observers.tell("verification_ended", attempt.qid, turn, error)
+            tell("verification_ended", attempt.qid, turn, error)
 
     @contextmanager
     def _calling(self) -> Iterator[None]:
-        attempt, context = self._attempt, self._attempt.context
-        attempt.num_waits += 1
+        context = self._attempt.context
         context.num_calls += 1
         context.silence.sign()
         try:
             yield
         except BaseException as raised:
-            attempt.environment_errors.append(raised)
+            self._attempt.environment_errors.append(raised)
             raise
         finally:
-            attempt.num_waits -= 1
             context.num_calls -= 1
             context.silence.sign()
 
@@ -341,14 +304,6 @@ def labelled(trajectories: Sequence[Trajectory], group: str) -> tuple[Trajectory
     )
 
 
-def is_running(task: asyncio.Task[Any] | None) -> bool:
-    """Return whether an event loop runs the task now."""
-    try:
-        return task is not None and asyncio.current_task() is task
-    except RuntimeError:  # no event loop runs
-        return False
-
-
 async def attempt_episode(
     context: RunnerContext,
     prompt: Prompt,
@@ -360,6 +315,7 @@ async def attempt_episode(
     Raises:
         EpisodeError: On any failure, with the original exception as its cause.
         asyncio.CancelledError: If the task is being cancelled.
+        KeyboardInterrupt: As `SystemExit`, alone or within a group: these end the program.
     """
     attempt = Attempt(prompt.id, context, count_turn)
     timeout_s = context.policy.episode_timeout_s
@@ -370,12 +326,9 @@ async def attempt_episode(
 async def _collect(attempt: Attempt, prompt: Prompt) -> Sequence[Trajectory]:
     task = asyncio.current_task()
     try:
-        attempt.open()
-        try:
-            agent = coroutine_of(attempt.context.agent)
-            found = await agent(prompt, RecordingEnvironment(attempt), attempt.generate)
-        finally:
-            attempt.close()
+        with attempt.lasting():
+            environment = RecordingEnvironment(attempt)
+            found = await attempt.context.run_agent(prompt, environment, attempt.generate)
         await check_trajectories(found)
         return found  # type: ignore[no-any-return]
     except asyncio.CancelledError as error:
@@ -384,14 +337,23 @@ async def _collect(attempt: Attempt, prompt: Prompt) -> Sequence[Trajectory]:
         reason = "something the agent awaited was cancelled"
         raise EpisodeCancelledError(prompt.id, reason) from error
     except BaseException as error:  # of any kind: it must not end the other episodes
-        if end_of_program(error) is not None:
-            raise
+        _raise_end(error, task)
         if isinstance(error, EpisodeError) and error.qid == prompt.id:
             raise
-        if isinstance(error, GeneratorExit) and not is_running(task):
-            raise  # the interpreter closes this coroutine
         kind = EpisodeTimeoutError if isinstance(error, TimeoutError) else EpisodeError
         known = set(map(id, attempt.environment_errors))
         if any(id(one) in known for one in causes_of(error)):
             kind = EnvironmentFailedError
         raise kind(prompt.id, reason_of(error)) from error
+
+
+def _raise_end(error: BaseException, task: asyncio.Task[Any] | None) -> None:
+    """Raise what ends the program, also from a group, which no task hands on; or this coroutine."""
+    if (end := end_of_program(error)) is not None:
+        raise end from None
+    try:
+        is_running = task is not None and asyncio.current_task() is task
+    except RuntimeError:  # no event loop runs
+        is_running = False
+    if isinstance(error, GeneratorExit) and not is_running:
+        raise error  # the interpreter closes the coroutine

@@ -56,7 +56,7 @@ class RolloutObserver:
         """One attempt at an episode is over; ``final`` if no other will follow.
 
         A result that turns out to be stale when it is handed over ends its attempt a second
-        time, with the error.
+        time, with the error; so does an episode that is stopped while it waits for its next one.
         """
 
     def result_accepted(self, result: EpisodeResult, version: int) -> None:
@@ -69,14 +69,14 @@ class RolloutObserver:
 
 
 class Observers:
-    """All observers of a runner. An exception in a hook is logged once per observer and hook."""
+    """Calls a hook of every observer; an exception is logged once per observer and hook."""
 
     def __init__(self, observers: Sequence[RolloutObserver] = ()) -> None:
         self._observers = tuple(observers)
         self._logged: set[tuple[int, str]] = set()
 
-    def tell(self, hook: str, *values: Any, **named: Any) -> None:
-        """Call a hook of every observer."""
+    def __call__(self, hook: str, *values: Any, **named: Any) -> None:
+        """Call a hook."""
         for number, observer in enumerate(self._observers):
             try:
                 getattr(observer, hook)(*values, **named)
@@ -100,4 +100,4 @@ class Observers:
         """Tell observers how long the context lasted, unless it was cancelled."""
         began = time.perf_counter()
         yield
-        self.tell("wait_ended", reason, time.perf_counter() - began)
+        self("wait_ended", reason, time.perf_counter() - began)

@@ -26,11 +26,8 @@ class BackOff:
     name, so that episodes which failed together do not come back together.
 
     Attributes:
-        initial_s: Seconds after the first attempt at most.
-        max_s: Seconds after any attempt at most.
-
-    Raises:
-        ValueError: If a number of seconds is negative or not finite.
+        initial_s: Seconds after the first attempt at most; 0 or more.
+        max_s: Seconds after any attempt at most; 0 or more.
 
     Example:
         >>> 0.5 <= BackOff(1.0).seconds("q@0", attempts=1) <= 1.0
@@ -60,10 +57,6 @@ class RetryPolicy:
         causes: `EpisodeError.cause` of failures that are retried. By default all but those of the
             agent, of refused requests, of cancellations and of the engine's end.
         wait: Wait before a retry. Other episodes use the slot meanwhile.
-
-    Raises:
-        TypeError: If ``max_attempts`` is no integer, or ``causes`` is a str.
-        ValueError: If ``max_attempts`` is below 1, or a cause is unknown.
     """
 
     max_attempts: int = 1
@@ -71,8 +64,7 @@ class RetryPolicy:
     wait: BackOff = field(default_factory=BackOff)
 
     def __post_init__(self) -> None:
-        if as_integer("max_attempts", self.max_attempts) < 1:
-            raise ValueError(f"max_attempts must be at least 1, got {self.max_attempts}")
+        _check_least(self, max_attempts=1)
         if isinstance(self.causes, str):
             raise TypeError(f"causes must be several, got {self.causes!r}")
         object.__setattr__(self, "causes", frozenset(self.causes))
@@ -98,10 +90,6 @@ class StalenessPolicy:
             when it is handed over, has failed as ``stale``. ``None`` sets no limit.
         num_accepted: Results accepted before this runner: what a checkpoint says. ``None`` counts
             one ``batch_size`` for each version that the engine has when the first episode begins.
-
-    Raises:
-        TypeError: If a number is no integer.
-        ValueError: If one is out of range.
     """
 
     max_staleness: int
@@ -110,12 +98,7 @@ class StalenessPolicy:
     num_accepted: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_staleness", "batch_size", "max_token_age", "num_accepted"):
-            value, least = getattr(self, name), int(name == "batch_size")
-            if value is None and name in ("max_token_age", "num_accepted"):
-                continue
-            if as_integer(name, value) < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+        _check_least(self, max_staleness=0, batch_size=1, max_token_age=0, num_accepted=0)
 
 
 class StalenessGate:
@@ -126,9 +109,6 @@ class StalenessGate:
     fewer than ``(max_staleness + v + 1) * batch_size``: the rule of AReaL (arXiv 2505.24298,
     equation 3). A result is under way from its beginning until it is handed over; one that failed
     or was rejected gives its place back.
-
-    Args:
-        policy: The limits.
 
     Example:
         >>> gate = StalenessGate(StalenessPolicy(max_staleness=0, batch_size=2, num_accepted=0))
@@ -202,37 +182,20 @@ GroupFilter: TypeAlias = Callable[[Sequence[EpisodeResult]], str | None]
 
 
 def not_all_equal(results: Sequence[EpisodeResult]) -> str | None:
-    """Reject a group whose episodes all have the same sum of rewards: nothing to compare.
+    """Reject a group as ``all_equal`` if its episodes have the same sum of rewards.
 
-    Args:
-        results: Episodes of the group that have succeeded.
-
-    Returns:
-        ``"all_equal"``, or None. A group of one is not rejected: it is compared with others.
+    A group of one is not rejected: it is compared with others.
     """
     sums = {float(sum(turn.reward for turn in result.turns)) for result in results}
     return "all_equal" if len(results) > 1 and len(sums) == 1 else None
 
 
-def has_succeeded(result: EpisodeResult) -> bool:
-    """Return whether the last turn of an episode has a reward above zero."""
-    turns = result.turns
-    return bool(turns) and turns[-1].reward > 0
-
-
-def success_rate_between(
-    low: float, high: float, succeeded: Callable[[EpisodeResult], bool] = has_succeeded
-) -> GroupFilter:
-    """Return a filter that rejects groups which are solved too seldom or too often.
+def success_rate_between(low: float, high: float) -> GroupFilter:
+    """Return a filter that rejects groups as ``too_hard`` or ``too_easy``.
 
     Args:
-        low: Least share of successes that is accepted.
+        low: Least share of successes that is accepted: episodes whose last reward is above zero.
         high: Greatest one.
-        succeeded: Returns whether an episode succeeded; by default, whether its last turn
-            has a reward above zero.
-
-    Returns:
-        A filter that rejects a group as ``"too_hard"`` or ``"too_easy"``.
 
     Raises:
         ValueError: If not ``0 <= low <= high <= 1``.
@@ -243,7 +206,8 @@ def success_rate_between(
     def success_rate(results: Sequence[EpisodeResult]) -> str | None:
         if not results:
             return None
-        rate = sum(map(succeeded, results)) / len(results)
+        rewards = [result.turns[-1].reward if result.turns else 0.0 for result in results]
+        rate = sum(reward > 0 for reward in rewards) / len(results)
         if rate < low:
             return "too_hard"
         return "too_easy" if rate > high else None
@@ -261,10 +225,6 @@ class GroupPolicy:
         max_refills: Further samples of one group at most; a group that needs more is rejected.
         filters: Filters, called in turn with the results that did not fail; the first reason
             rejects the group.
-
-    Raises:
-        TypeError: If ``max_refills`` is no integer, or a filter cannot be called.
-        ValueError: If ``incomplete`` is unknown or ``max_refills`` negative.
     """
 
     incomplete: Literal["keep", "drop", "refill"] = "keep"
@@ -275,8 +235,7 @@ class GroupPolicy:
         known = ("keep", "drop", "refill")
         if self.incomplete not in known:
             raise ValueError(f"incomplete must be one of {known}, got {self.incomplete!r}")
-        if as_integer("max_refills", self.max_refills) < 0:
-            raise ValueError(f"max_refills must be 0 or more, got {self.max_refills}")
+        _check_least(self, max_refills=0)
         object.__setattr__(self, "filters", tuple(self.filters))
         for one in self.filters:
             if not callable(one):
@@ -286,6 +245,8 @@ class GroupPolicy:
 @dataclass(frozen=True)
 class RolloutPolicy:
     """Policies of a rollout. The default tries once, sets no limits and keeps every result.
+
+    Each policy raises a `TypeError` or `ValueError` for a value of the wrong kind or out of range.
 
     Attributes:
         retries: Retries of failed episodes.
@@ -297,10 +258,6 @@ class RolloutPolicy:
         seed: Seed of all episodes: each `Prompt.seed` is derived from it and the episode's name.
         silence_warning_s: Seconds in which nothing happens in the whole run, after which a warning
             says what it waits for, and again after twice as long; ``None`` logs none.
-
-    Raises:
-        TypeError: If ``seed`` is no integer.
-        ValueError: If a number of seconds is not positive.
     """
 
     retries: RetryPolicy = field(default_factory=RetryPolicy)
@@ -313,7 +270,22 @@ class RolloutPolicy:
 
     def __post_init__(self) -> None:
         as_integer("seed", self.seed)
+        kinds = {"retries": RetryPolicy, "groups": GroupPolicy, "staleness": StalenessPolicy}
+        for name, kind in kinds.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind) and (value is not None or name != "staleness"):
+                raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
         for name in ("silence_warning_s", "episode_timeout_s", "generation_timeout_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be positive, got {value}")
+
+
+def _check_least(policy: object, **least: int) -> None:
+    """Check integers of a policy, which may be None where that is their default."""
+    for name, value in least.items():
+        given = getattr(policy, name)
+        if given is None and getattr(type(policy), name, 0) is None:
+            continue
+        if as_integer(name, given) < value:
+            raise ValueError(f"{name} must be at least {value}, got {given}")

@@ -1,4 +1,4 @@
-"""Check of an engine's reply, which makes it a turn."""
+"""Checks of what an engine and an agent return."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import numpy.typing as npt
 
 from trajpack.agent.errors import EpisodeError, MalformedResponseError
 from trajpack.agent.protocols import GenerationOutput
-from trajpack.agent.runner.trajectory_check import checked_completion
-from trajpack.packing.conversion import as_ids, as_version_runs, shown
+from trajpack.packing.buffer.trajectory_arrays import TrajectoryArrays
+from trajpack.packing.conversion import as_ids, as_logprobs, as_version_runs, shown
 from trajpack.packing.turn_fields import STOP_REASONS
-from trajpack.packing.types import Turn
+from trajpack.packing.types import Trajectory, Turn
+
+_FEW = 50_000
+"""Numbers, or turns times 256, that are checked within milliseconds; more are in a thread."""
 
 
 def checked_prompt(qid: str, token_ids: Any) -> npt.NDArray[np.int32]:
@@ -24,8 +27,7 @@ def checked_prompt(qid: str, token_ids: Any) -> npt.NDArray[np.int32]:
     try:
         prompt_ids = as_ids("token_ids", token_ids)
     except Exception as error:
-        reason = str(error) if isinstance(error, TypeError | ValueError) else repr(error)
-        raise EpisodeError(qid, f"the prompt was refused: {reason}") from error
+        raise EpisodeError(qid, f"the prompt was refused: {_text_of(error)}") from error
     if not prompt_ids.size:
         raise EpisodeError(qid, "the prompt has no tokens")
     return prompt_ids
@@ -49,7 +51,12 @@ def turn_of(qid: str, prompt_ids: npt.NDArray[np.int32], reply: Any) -> Turn:
         if not isinstance(reply.qid, str) or reply.qid != qid:
             raise ValueError(f"the reply answers episode {reply.qid!r}")
         seen = as_ids("prompt_ids", reply.prompt_ids)
-        ids, logprobs = checked_completion("output", reply.output_ids, reply.output_logprobs)
+        ids = as_ids("output_ids", reply.output_ids)
+        logprobs = as_logprobs("output_logprobs", reply.output_logprobs)
+        if logprobs.size != ids.size:
+            raise ValueError(
+                f"output_logprobs must have one entry per token, got {logprobs.size} for {ids.size}"
+            )
         _, first, last = as_version_runs(
             "", reply.version_spans, reply.version_start, reply.version_end, ids.size
         )
@@ -65,8 +72,8 @@ def turn_of(qid: str, prompt_ids: npt.NDArray[np.int32], reply: Any) -> Turn:
                 f"were sent, got {seen.size}"
             )
     except Exception as error:
-        reason = str(error) if isinstance(error, TypeError | ValueError) else repr(error)
-        raise MalformedResponseError(qid, f"the reply was refused: {reason}") from error
+        reason = f"the reply was refused: {_text_of(error)}"
+        raise MalformedResponseError(qid, reason) from error
     return Turn(
         prompt_ids=prompt_ids,
         completion_ids=ids,
@@ -78,3 +85,35 @@ def turn_of(qid: str, prompt_ids: npt.NDArray[np.int32], reply: Any) -> Turn:
         fields=reply.fields,
         stop_reason=reply.stop_reason,
     )
+
+
+async def check_trajectories(given: Any) -> None:
+    """Check that a `TrajectoryBuffer` would take what an agent returned.
+
+    Extra fields of turns are not looked at: which ones there must be is the buffer's to say.
+
+    Raises:
+        TypeError: If it is no list of trajectories, or a value in it is of the wrong kind.
+        ValueError: If a value in it is out of range, or lengths disagree.
+    """
+    if not isinstance(given, list | tuple):
+        raise TypeError(f"the agent must return a list of trajectories, got {type(given).__name__}")
+    size = 0
+    for one in given:
+        if not isinstance(one, Trajectory):
+            raise TypeError(f"expected a Trajectory, got {type(one).__name__}")
+        for index, turn in enumerate(one.turns):
+            if not isinstance(turn, Turn):
+                where = f"trajectory {shown(one.id)}, turn {index}"
+                raise TypeError(f"{where}: expected a Turn, got {type(turn).__name__}")
+            size += 256 + (len(turn.prompt_ids) if hasattr(turn.prompt_ids, "__len__") else 0)
+    if size > _FEW:
+        from anyio.to_thread import run_sync
+
+        await run_sync(TrajectoryArrays.of, given)
+    else:
+        TrajectoryArrays.of(given)
+
+
+def _text_of(error: Exception) -> str:
+    return str(error) if isinstance(error, TypeError | ValueError) else repr(error)

@@ -78,6 +78,11 @@ class GroupResult:
         """Trajectories of all episodes that have succeeded, by sample."""
         return tuple(one for result in self.results for one in result.trajectories)
 
+    @property
+    def turns(self) -> list[Turn]:
+        """Turns of all its trajectories."""
+        return [turn for trajectory in self.trajectories for turn in trajectory.turns]
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -126,6 +131,11 @@ class Counters:
         self.counts: Counter[str] = Counter()
         self._reward_sum = 0.0
         self._began = time.monotonic()
+        self._causes: Counter[str] = Counter()
+        self._rejections: Counter[str] = Counter()
+        self._first_error: Exception | None = None
+        self._num_judged = 0
+        self._is_of_use = False
 
     def count_turn(self, turn: Turn) -> None:
         """Count a turn that was sampled."""
@@ -146,62 +156,34 @@ class Counters:
         elapsed_s = time.monotonic() - self._began
         return Progress(**self.counts, reward_sum=self._reward_sum, elapsed_s=elapsed_s)
 
-
-class RunOutcome:
-    """Log line of a run that gives nothing to train on.
-
-    Every episode has failed, none has brought a generated token, or every group was rejected. The
-    line comes after the first hundred episodes, since a run may have no end, or at the end.
-    """
-
-    def __init__(self) -> None:
-        self._num_episodes = self._num_accepted = self._num_tokens = 0
-        self._causes: Counter[str] = Counter()
-        self._rejections: Counter[str] = Counter()
-        self._first_error: Exception | None = None
-        self._is_logged = False
-
-    def count(self, group: GroupResult) -> None:
-        """Count a group and its episodes."""
-        if group.rejected is None:
-            self._num_accepted += 1
-        else:
-            self._rejections[group.rejected] += 1
+    def count_group(self, group: GroupResult) -> None:
+        """Count why a group cannot be trained; after a hundred episodes without use, say so."""
+        self._num_judged += len(group.results)
+        self._rejections[group.rejected or "no generated token"] += 1
+        self._is_of_use |= group.rejected is None and any(
+            len(turn.completion_ids) for turn in group.turns
+        )
         for result in group.results:
-            self._num_episodes += 1
             if result.error is not None:
                 self._causes[result.error.cause] += 1
                 self._first_error = self._first_error or result.error
-            self._num_tokens += sum(len(turn.completion_ids) for turn in result.turns)
-        if self._num_episodes >= _EARLY:
-            self.log()
+        if self._num_judged >= _EARLY:
+            self.log_outcome()
 
-    def log(self) -> None:
-        """Log a line, once, if the run gave nothing to train on."""
-        if self._is_logged or not self._num_episodes:
+    def log_outcome(self) -> None:
+        """Log a line if the run gave nothing to train on, once."""
+        if self._is_of_use or not self._rejections:
             return
-        self._is_logged = True
-        if self._causes.total() == self._num_episodes:
-            _logger.error(
-                "all %d episodes so far failed, by cause: %s; the first: %s; see result.error of "
-                "each, and its __cause__",
-                self._num_episodes,
-                one_line(_counted(self._causes)),
-                one_line(self._first_error),
-            )
-        elif not self._num_tokens:
-            _logger.warning(
-                "%d episodes so far brought no generated token to train on (failed: %d); an agent "
-                "returns trajectories whose turns hold the replies' output_ids as completion_ids",
-                self._num_episodes,
-                self._causes.total(),
-            )
-        elif not self._num_accepted:
-            _logger.warning(
-                "all groups so far were rejected: %s; see group.rejected of each, and GroupPolicy",
-                one_line(_counted(self._rejections)),
-            )
+        self._is_of_use = True  # so that no other line follows
+        reasons, causes = _counted(self._rejections), _counted(self._causes)
+        _logger.error(
+            "%d episodes gave nothing to train on: %s; failed, by cause: %s; the first error: %s",
+            self._num_judged,
+            one_line(reasons),
+            one_line(causes),
+            one_line(self._first_error),
+        )
 
 
 def _counted(counts: Counter[str]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in counts.most_common())
+    return ", ".join(f"{name} {count}" for name, count in counts.most_common()) or "none"

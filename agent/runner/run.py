@@ -3,53 +3,52 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from trajpack.agent.blocking_work import cancel_and_wait
+from trajpack.agent.blocking_work import wait_for_end
 from trajpack.agent.errors import EpisodeCancelledError, EpisodeError, has_engine_ended
 from trajpack.agent.protocols import Prompt
-from trajpack.agent.runner.episode import WEIGHTS, RunnerContext, attempt_episode, labelled
+from trajpack.agent.runner.episode import RunnerContext, attempt_episode, labelled
 from trajpack.agent.runner.policy import GroupPolicy, staleness_error
-from trajpack.agent.runner.results import Counters, EpisodeResult, GroupResult, RunOutcome
+from trajpack.agent.runner.results import Counters, EpisodeResult, GroupResult
 from trajpack.agent.seeding import derive_seed
 from trajpack.packing.types import Trajectory, Turn
 
 if TYPE_CHECKING:
     from anyio import CancelScope
-    from anyio.abc import TaskGroup
 
 Prompts: TypeAlias = Iterable[Prompt] | AsyncIterable[Prompt]
+Outcome: TypeAlias = tuple[Trajectory, ...] | EpisodeError
 
+WEIGHTS = "weights newer than those of the last results (RolloutPolicy.staleness)"
 _VERSION_INTERVAL_S = 0.05
 """Seconds between looks at the engine's version, while episodes wait for newer weights."""
-_END = object()
-"""In place of a prompt, where there is no further one."""
 _STARTED_AT_ONCE = 8
 """Episodes that start before the event loop runs other tasks."""
+_END = object()
+"""In place of a prompt, where there is no further one."""
 
 
 @dataclass(eq=False)
-class OpenGroup:
-    """Samples of one prompt that are handed over together, some of which are under way."""
+class Group:
+    """Samples of one prompt that are handed over together; a run by episodes has groups of one."""
 
     prompt: Prompt
     """Prompt as given to the runner."""
-    first: int
-    """Sample that it begins with: a prompt that comes again goes on counting."""
     label: str
     """Group of its trajectories."""
+    first: int
+    """Sample that it begins with: a prompt that comes again goes on counting."""
     size: int
     """Number of episodes that must succeed."""
     num_expected: int
     """Number of episodes that were started or are about to be."""
     num_started: int = 0
     """Number of episodes that were started, without refills."""
-    ended: dict[EpisodeState, EpisodeResult] = field(default_factory=dict)
+    ended: dict[Episode, EpisodeResult] = field(default_factory=dict)
     """Results of the episodes that have ended."""
 
     @property
@@ -59,11 +58,11 @@ class OpenGroup:
 
     def refill(self, policy: GroupPolicy) -> range:
         """Return the samples to start in place of failed ones; none if that is too many."""
-        begin = self.first + self.num_expected
         missing = self.size - sum(result.error is None for result in self.ended.values())
         num_refills = self.num_expected + missing - self.size
         if policy.incomplete != "refill" or num_refills > policy.max_refills:
             missing = 0
+        begin = self.first + self.num_expected
         self.num_expected += missing
         return range(begin, begin + missing)
 
@@ -84,69 +83,54 @@ class OpenGroup:
 
 
 @dataclass(eq=False)
-class EpisodeState:
-    """One sample of a prompt that has started and whose result was not handed over yet."""
+class Episode:
+    """One sample of a prompt, from its start until its group is handed over."""
 
-    group: OpenGroup
-    """Group that its result belongs to."""
+    group: Group
     sample: int
-    """Index among the samples of the prompt."""
     attempts: int = 0
     """Number of attempts so far."""
-    held: set[asyncio.Semaphore] = field(default_factory=set)
-    """Semaphores that it holds: the slots during an attempt, and the room from its start until
-    its result is taken."""
+    has_slot: bool = False
+    """Whether it holds one of the slots of the runner's concurrency."""
+    scope: CancelScope | None = None
+    """Cancels the attempt that is under way."""
 
     @property
     def qid(self) -> str:
         """Name of the episode."""
         return f"{self.group.prompt.id}@{self.sample}"
 
-    async def acquire(self, semaphore: asyncio.Semaphore) -> None:
-        """Acquire a semaphore, unless the episode holds it."""
-        if semaphore not in self.held:
-            await semaphore.acquire()
-            self.held.add(semaphore)
-
-    def release(self, semaphore: asyncio.Semaphore) -> None:
-        """Release a semaphore, if the episode holds it."""
-        if semaphore in self.held:
-            self.held.remove(semaphore)
-            semaphore.release()
-
 
 class Run:
     """One call of `RolloutRunner.run` or `RolloutRunner.run_groups`.
 
-    A run by episodes has one group for each sample.
+    One task takes prompts and starts episodes; each attempt at an episode is a task, too. What
+    becomes of them is decided where a task ends, and by the reader of `results`.
     """
 
     def __init__(self, context: RunnerContext, prompts: Prompts, *, by_group: bool) -> None:
         self._context = context
         self._prompts = prompts
         self._by_group = by_group
-        # The room is left when the result is taken, so that failed episodes that wait for their
-        # retry, and results that are not taken, stop new episodes.
         self._slots = asyncio.Semaphore(context.concurrency)
-        self._room = asyncio.Semaphore(2 * context.concurrency)
-        # None wakes the reader, for progress or at the end; a group without an episode is one that
-        # was cut short after its last episode had ended.
-        self._events: asyncio.Queue[
-            tuple[OpenGroup, EpisodeState | None, EpisodeResult | None] | None
-        ]
+        # An episode is open until its result is taken, so that results that are not taken, and
+        # failed episodes that wait for their retry, stop new ones.
+        self._num_open = 0
+        self._tasks: dict[asyncio.Task[Outcome], Episode] = {}
+        self._taking: asyncio.Task[None] | None = None
+        # None wakes the reader, for progress or at an end; a group without an episode was cut
+        # short after its last episode had ended.
+        self._events: asyncio.Queue[tuple[Group, Episode | None, EpisodeResult | None] | None]
         self._events = asyncio.Queue()
         self._changed = asyncio.Event()
         self._counters = Counters()
-        self._outcome = RunOutcome()
-        self._has_replied = False
-        self._tasks: TaskGroup | None = None
-        self._taking: CancelScope | None = None
-        self._scopes: dict[EpisodeState, CancelScope] = {}
         self._num_occurrences: Counter[str] = Counter()
-        self._num_waits = 0
         self._num_groups = 0  # under way
+        self._num_waits = 0
+        self._has_replied = False
         self._is_stopping = False
         self._is_cancelling = False
+        self._failure: BaseException | None = None
 
     def stop(self, *, drain: bool) -> None:
         """Start no more episodes; cancel those in flight, unless they are to ``drain``."""
@@ -155,8 +139,9 @@ class Run:
             self._taking.cancel()
         if not drain:
             self._is_cancelling = True
-            for scope in list(self._scopes.values()):
-                scope.cancel()
+            for episode in self._tasks.values():
+                if episode.scope is not None:
+                    episode.scope.cancel()
 
     def wake(self) -> None:
         """Check again whether an episode may start."""
@@ -164,56 +149,77 @@ class Run:
 
     async def results(self) -> AsyncGenerator[GroupResult, None]:
         """Yield the result of each group as its last episode ends."""
-        # The task group lives in its own task: its scope must not span a yield.
-        driver = asyncio.create_task(self._drive())
-        driver.add_done_callback(lambda _: self._events.put_nowait(None))
         policy = self._context.policy.groups
+        self._taking = asyncio.create_task(self._take_prompts())
+        self._taking.add_done_callback(self._has_taken)
+        if self._is_stopping:
+            self._taking.cancel()
         try:
-            while not (driver.done() and self._events.empty()):
+            while self._num_groups or not (self._taking.done() and self._events.empty()):
                 event = await self._events.get()
                 if event is None:
-                    if self._has_replied:
-                        self._has_replied = False
-                        self._show_progress()
+                    self._look()
                     continue
-                group, state, result = event
-                if state is not None and result is not None:
-                    state.release(self._room)
-                    group.ended[state] = result
-                    self._counters.count_result(result)
-                    self._refuse_stale(group)
-                    self._show_progress()
+                group, episode, result = event
+                if episode is not None and result is not None:
+                    self._take(episode, result)
                 if group.is_complete and not self._is_stopping:
                     for sample in group.refill(policy):
-                        self._start(EpisodeState(group, sample))
+                        self._open(Episode(group, sample))
                 if group.is_complete:
                     judged = group.judge(policy)
                     self._hand_over(judged)
                     yield judged
-            await driver
         finally:
-            await cancel_and_wait(driver)
+            is_cancelled = self._is_cancelling
+            self.stop(drain=False)
+            await wait_for_end(self._taking, *self._tasks)
             if self._context.staleness is not None:
                 self._context.staleness.give_back(self._num_groups)
-        if not self._is_cancelling:
-            self._outcome.log()
+        if not is_cancelled:
+            self._counters.log_outcome()
 
-    def _refuse_stale(self, group: OpenGroup) -> None:
+    def _look(self) -> None:
+        """Show progress, and raise what ended the run."""
+        if self._failure is not None:
+            raise self._failure
+        if self._has_replied:
+            self._has_replied = False
+            self._show_progress()
+
+    def _take(self, episode: Episode, result: EpisodeResult) -> None:
+        """Make room for another episode, and count a result in its group."""
+        self._num_open -= 1
+        self.wake()
+        episode.group.ended[episode] = result
+        self._counters.count_result(result)
+        self._refuse_stale(episode.group)
+        self._show_progress()
+
+    def _has_taken(self, taking: asyncio.Task[None]) -> None:
+        """Note that there are no further prompts, or why."""
+        if not taking.cancelled():
+            self._failure = self._failure or taking.exception()
+        elif not self._is_stopping:
+            self._failure = RuntimeError("the task that takes the prompts was cancelled")
+        self._events.put_nowait(None)
+
+    def _refuse_stale(self, group: Group) -> None:
         """Retry the episodes of a group whose results are stale now, or make them failures."""
         context = self._context
-        for state, result in list(group.ended.items()):
+        for episode, result in list(group.ended.items()):
             error = staleness_error(result, context.policy.staleness, context.engine.version)
             if error is None:
                 continue
-            is_final = not self._may_retry(state, error)
-            self._tell_end(state, error, final=is_final)
+            is_final = not self._may_retry(episode, error)
+            self._tell_end(episode, error, final=is_final)
             self._counters.count_result(result, -1)
             if is_final:
-                group.ended[state] = replace(result, trajectories=(), error=error)
-                self._counters.count_result(group.ended[state])
+                group.ended[episode] = replace(result, trajectories=(), error=error)
+                self._counters.count_result(group.ended[episode])
             else:
-                del group.ended[state]
-                self._start(state)
+                del group.ended[episode]
+                self._open(episode)
 
     def _hand_over(self, judged: GroupResult) -> None:
         """Count a group as handed over, and tell observers."""
@@ -221,31 +227,13 @@ class Run:
         if (gate := self._context.staleness) is not None:
             gate.accept() if judged.rejected is None else gate.give_back()
         self.wake()
-        self._outcome.count(judged)
-        tell, version = self._context.observers.tell, self._context.engine.version
+        self._counters.count_group(judged)
+        tell, version = self._context.tell, self._context.engine.version
         for result in judged.results:
             if judged.rejected is None and result.error is None:
                 tell("result_accepted", result, version)
         if self._by_group:
             tell("group_ended", judged.prompt.id, judged.results, judged.rejected)
-
-    async def _drive(self) -> None:
-        from anyio import CancelScope, create_task_group
-
-        try:
-            async with create_task_group() as self._tasks:
-                with CancelScope() as self._taking:
-                    if not self._is_stopping:
-                        await self._take_prompts()
-                while self._num_groups:
-                    self._changed.clear()
-                    await self._changed.wait()
-            if self._tasks.cancel_scope.cancel_called:
-                raise RuntimeError("an episode's task was cancelled before it began")
-        except BaseExceptionGroup as errors:
-            self._is_stopping = True
-            # Episodes raise nothing, so this comes from the iterator of prompts.
-            raise errors.exceptions[0] from None
 
     async def _take_prompts(self) -> None:
         source: Any = self._prompts
@@ -264,35 +252,25 @@ class Run:
 
     async def _start_samples(self, prompt: Prompt) -> None:
         """Start the samples of a prompt, the first of them without waiting for its turn."""
-        number = self._num_occurrences[prompt.id]
+        occurrence = self._num_occurrences[prompt.id]
         self._num_occurrences[prompt.id] += 1
-        label = f"{prompt.id}#{number}" if number else prompt.id
-        samples = self._samples_of(prompt, number)
+        label = f"{prompt.id}#{occurrence}" if occurrence else prompt.id
+        samples = self._samples_of(prompt, occurrence)
         size = len(samples) if self._by_group else 1
-        group = OpenGroup(prompt, 0, label, size, size)
+        group = Group(prompt, label, 0, size, size)
         try:
             for place, sample in enumerate(samples):
                 begins_group = place % size == 0
                 if place:
                     await self._wait_for_turn(begins_group=begins_group)
+                await self._slots.acquire()
                 if begins_group:
-                    group = OpenGroup(prompt, sample, label, size, size)
-                state = EpisodeState(group, sample)
-                try:
-                    await state.acquire(self._room)
-                    await state.acquire(self._slots)
-                finally:
-                    if self._is_stopping:
-                        state.release(self._slots)
-                        state.release(self._room)
-                if self._is_stopping:
-                    return
-                if begins_group:
+                    group = Group(prompt, label, sample, size, size)
                     self._num_groups += 1
                     if self._context.staleness is not None:
                         self._context.staleness.begin(self._context.engine.version)
                 group.num_started += 1
-                self._start(state)
+                self._open(Episode(group, sample, has_slot=True))
         finally:
             if 0 < group.num_started < size:
                 group.num_expected = group.num_started
@@ -317,89 +295,97 @@ class Run:
     async def _wait_for_turn(self, *, begins_group: bool) -> None:
         """Wait until an episode may start, without taking what episodes under way may need."""
         context = self._context
-        with context.observers.waiting("room"):
-            async with self._room:
-                pass
+        with context.tell.waiting("room"):
+            while self._num_open >= 2 * context.concurrency:
+                self._changed.clear()
+                await self._changed.wait()
         if begins_group and (gate := context.staleness) is not None:
             from anyio import move_on_after
 
-            with context.observers.waiting("staleness"):
+            with context.tell.waiting("staleness"):
                 while gate.capacity(context.engine.version) < 1:
                     self._changed.clear()
                     with context.awaiting(WEIGHTS), move_on_after(_VERSION_INTERVAL_S):
                         await self._changed.wait()
-        with context.observers.waiting("slot"):
+        with context.tell.waiting("slot"):
             async with self._slots:
                 pass
         self._num_waits += 1
         if self._num_waits % _STARTED_AT_ONCE == 0:
             await asyncio.sleep(0)
 
-    def _start(self, state: EpisodeState) -> None:
-        """Start an episode, as soon as there are room and a slot for it."""
-        assert self._tasks is not None
-        self._counters.counts["num_started"] += state.attempts == 0
-        self._tasks.start_soon(self._run_episode, state)
+    def _open(self, episode: Episode) -> None:
+        """Start an episode whose result will be taken."""
+        self._num_open += 1
+        self._counters.counts["num_started"] += episode.attempts == 0
+        self._start(episode)
 
-    async def _run_episode(self, state: EpisodeState) -> None:
+    def _start(self, episode: Episode, wait_s: float = 0.0) -> None:
+        task = asyncio.create_task(self._attempt(episode, wait_s), name=f"episode {episode.qid}")
+        self._tasks[task] = episode
+        task.add_done_callback(self._attempt_ended)
+
+    async def _attempt(self, episode: Episode, wait_s: float) -> Outcome:
+        """Run the next attempt at an episode after a wait, as soon as there is a slot for it."""
         from anyio import CancelScope
 
-        outcome: tuple[Trajectory, ...] | EpisodeError
-        outcome = EpisodeCancelledError(state.qid, "it was stopped")
-        with _shielded_from_agent_cancel(), CancelScope() as scope:
-            self._scopes[state] = scope
-            if self._is_cancelling:
-                scope.cancel()
-            try:
-                outcome = await self._try(state)
-            except asyncio.CancelledError:
-                if state.attempts:
-                    self._tell_end(state, outcome, final=True)
-                raise
-            finally:
-                del self._scopes[state]
-        error = outcome if isinstance(outcome, EpisodeError) else None
-        trajectories = () if isinstance(outcome, EpisodeError) else outcome
-        result = EpisodeResult(
-            state.group.prompt, trajectories, error, state.sample, max(state.attempts, 1)
-        )
-        self._events.put_nowait((state.group, state, result))
-        state.release(self._slots)  # afterwards, so that the reader runs before the next prompt
-
-    async def _try(self, state: EpisodeState) -> tuple[Trajectory, ...] | EpisodeError:
-        """Attempt an episode until it succeeds, or must not be retried."""
-        policy, context, given = self._context.policy, self._context, state.group.prompt
-        await state.acquire(self._room)
-        seed = policy.seed if given.seed is None else given.seed
-        prompt = replace(given, id=state.qid, seed=derive_seed(seed, state.qid))
+        context, given = self._context, episode.group.prompt
+        seed = context.policy.seed if given.seed is None else given.seed
+        prompt = replace(given, id=episode.qid, seed=derive_seed(seed, episode.qid))
         count_turn = None if context.on_progress is None else self._count_turn
-        while True:
-            await state.acquire(self._slots)
-            state.attempts += 1
-            context.observers.tell("episode_started", state.qid, state.attempts - 1)
+        with CancelScope() as episode.scope:
+            if self._is_cancelling:
+                episode.scope.cancel()
+            if wait_s or self._is_cancelling:
+                await asyncio.sleep(wait_s)
+            if not episode.has_slot:
+                await self._slots.acquire()
+                episode.has_slot = True
+            episode.attempts += 1
+            context.tell("episode_started", episode.qid, episode.attempts - 1)
             try:
-                with _shielded_from_agent_cancel(state.qid):
-                    found = await attempt_episode(context, prompt, count_turn=count_turn)
+                found = await attempt_episode(context, prompt, count_turn=count_turn)
             except EpisodeError as error:
-                if has_engine_ended(error):
-                    self.stop(drain=True)
-                is_final = not self._may_retry(state, error)
-                self._tell_end(state, error, final=is_final)
-                if is_final:
-                    return error
-            else:
-                self._tell_end(state, None, final=True)
-                return labelled(found, state.group.label)
-            state.release(self._slots)
-            await asyncio.sleep(policy.retries.wait.seconds(state.qid, state.attempts))
+                return error
+            return labelled(found, episode.group.label)
+        return EpisodeCancelledError(episode.qid, "it was stopped")
 
-    def _may_retry(self, state: EpisodeState, error: EpisodeError) -> bool:
+    def _attempt_ended(self, task: asyncio.Task[Outcome]) -> None:
+        """Retry an episode, or give its result to the reader."""
+        episode = self._tasks.pop(task)
+        outcome: Outcome
+        if task.cancelled():
+            outcome = EpisodeCancelledError(episode.qid, "its task was cancelled")
+        elif (failure := task.exception()) is not None:  # it ends the program
+            self._failure = failure
+            return self._events.put_nowait(None)
+        else:
+            outcome = task.result()
+        error = outcome if isinstance(outcome, EpisodeError) else None
+        if has_engine_ended(error):
+            self.stop(drain=True)
+        is_final = error is None or not self._may_retry(episode, error)
+        if episode.attempts:
+            self._tell_end(episode, error, final=is_final)
+        if is_final:
+            found = () if isinstance(outcome, EpisodeError) else outcome
+            attempts = max(episode.attempts, 1)
+            result = EpisodeResult(episode.group.prompt, found, error, episode.sample, attempts)
+            self._events.put_nowait((episode.group, episode, result))
+        if episode.has_slot:  # afterwards, so that the reader runs before the next prompt
+            episode.has_slot = False
+            self._slots.release()
+        if not is_final:
+            wait = self._context.policy.retries.wait
+            self._start(episode, wait.seconds(episode.qid, episode.attempts))
+
+    def _may_retry(self, episode: Episode, error: EpisodeError) -> bool:
         allows = self._context.policy.retries.allows
-        return not self._is_stopping and allows(error.cause, state.attempts)
+        return not self._is_stopping and allows(error.cause, episode.attempts)
 
-    def _tell_end(self, state: EpisodeState, error: object, *, final: bool) -> None:
-        tell = self._context.observers.tell
-        tell("episode_ended", state.qid, state.attempts - 1, error, final=final)
+    def _tell_end(self, episode: Episode, error: object, *, final: bool) -> None:
+        tell, number = self._context.tell, episode.attempts - 1
+        tell("episode_ended", episode.qid, number, error, final=final)
 
     def _count_turn(self, turn: Turn) -> None:
         self._counters.count_turn(turn)
@@ -410,28 +396,3 @@ class Run:
     def _show_progress(self) -> None:
         if self._context.on_progress is not None:
             self._context.on_progress(self._counters.progress())
-
-
-@contextmanager
-def _shielded_from_agent_cancel(qid: str | None = None) -> Iterator[None]:
-    """Contain a cancellation of this task alone; that of a scope around it goes through.
-
-    Otherwise a cancelled task of one episode would end all other episodes silently. The
-    cancellation is swallowed, or raised as the failure of the episode ``qid``.
-
-    Raises:
-        EpisodeCancelledError: If the task was cancelled, and ``qid`` is given.
-        asyncio.CancelledError: If a scope that the task is in was cancelled.
-    """
-    from anyio import current_effective_deadline
-
-    try:
-        yield
-    except asyncio.CancelledError as error:
-        if current_effective_deadline() == -math.inf:
-            raise
-        task = asyncio.current_task()
-        while task is not None and task.cancelling():
-            task.uncancel()
-        if qid is not None:
-            raise EpisodeCancelledError(qid, "its task was cancelled") from error

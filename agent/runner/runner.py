@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from typing import Any
 
-from trajpack.agent.protocols import Agent, Engine, Environment
-from trajpack.agent.runner.episode import RunnerContext, check_serving, coroutine_of
-from trajpack.agent.runner.observers import RolloutObserver
-from trajpack.agent.runner.policy import GroupPolicy, RolloutPolicy, StalenessGate
+from trajpack.agent.runner.episode import RunnerContext, check_serving
+from trajpack.agent.runner.policy import GroupPolicy
 from trajpack.agent.runner.results import EpisodeResult, GroupResult, Progress
 from trajpack.agent.runner.run import Prompts, Run
-from trajpack.packing.optional import require
 
 __all__ = ["EpisodeResult", "GroupResult", "Progress", "RolloutRunner"]
 
-_DEFAULT_POLICY = RolloutPolicy()
 
-
-class RolloutRunner:
+class RolloutRunner(RunnerContext):
     """Rolls prompts out: one agent and one environment, any number of episodes at once.
 
     Sample ``k`` of the prompt ``q`` is the episode ``q@k``. Its trajectories get the group
-    ``q``, unless the agent gave them one, so that samples of a prompt can be compared.
+    ``q``, unless the agent gave them one, so that samples of a prompt can be compared. A prompt
+    that comes again in a run goes on counting, in the group ``q#1``.
 
     A failed episode is data: a result with an error and no trajectories, whatever exception was
     raised, except `KeyboardInterrupt` and `SystemExit`. Trajectories that an agent returns are
@@ -31,7 +26,7 @@ class RolloutRunner:
 
     Args:
         engine: Engine that the caller has entered; it is not closed here.
-        agent: Agent that collects the trajectories.
+        agent: Agent that collects the trajectories, or the coroutine function that is one.
         environment: Environment that all episodes share.
         concurrency: Episodes in flight at most. As many more may wait for their next attempt,
             or to be taken; then no new ones start.
@@ -46,46 +41,14 @@ class RolloutRunner:
             before each result is handed over. Its exception ends the run.
 
     Raises:
+        TypeError: If the agent has no coroutine, a count is no integer, ``finished`` is one text
+            or ``policy`` no `RolloutPolicy`.
         ValueError: If ``concurrency`` or ``group_size`` is below 1.
     """
 
-    def __init__(  # noqa: PLR0913 - the first three are its parts, the others are options
-        self,
-        engine: Engine,
-        agent: Agent,
-        environment: Environment,
-        *,
-        concurrency: int = 64,
-        group_size: int = 1,
-        sampling: Any = None,
-        policy: RolloutPolicy = _DEFAULT_POLICY,
-        observers: Sequence[RolloutObserver] = (),
-        finished: Collection[str] = (),
-        on_progress: Callable[[Progress], None] | None = None,
-    ) -> None:
-        for name, value in (("concurrency", concurrency), ("group_size", group_size)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        coroutine_of(agent)
-        require("anyio")
-        self._context = RunnerContext(
-            engine,
-            agent,
-            environment,
-            concurrency=concurrency,
-            group_size=group_size,
-            sampling=sampling,
-            policy=policy,
-            observers=observers,
-            finished=finished,
-            on_progress=on_progress,
-        )
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._runs: set[Run] = set()
-
-    @property
-    def staleness(self) -> StalenessGate | None:
-        """Counts of results accepted and under way, if the policy limits staleness."""
-        return self._context.staleness
 
     async def run(self, prompts: Prompts) -> AsyncGenerator[EpisodeResult, None]:
         """Yield a result for each episode, in the order in which they finish.
@@ -93,8 +56,8 @@ class RolloutRunner:
         Prompts are taken one by one, as episodes end. An exception in an episode, from
         the agent or the environment, is its result's ``error``. Leaving the loop early,
         closing the generator or cancelling the task that iterates cancels every episode
-        in flight and closes it in the engine; close the generator with
-        `contextlib.aclosing` if that must have happened before the next statement.
+        in flight; close the generator with `contextlib.aclosing` if that must have happened before
+        the next statement.
 
         Once an episode has failed because the engine ended, no new ones start; those in
         flight still give their results. A run that ends without a single success logs an error.
@@ -105,7 +68,7 @@ class RolloutRunner:
             Exception: As iterating ``prompts`` or ``on_progress`` raised it; episodes in
                 flight are cancelled.
         """
-        if self._context.policy.groups != GroupPolicy():
+        if self.policy.groups != GroupPolicy():
             raise ValueError("the policy has rules for groups, which run does not look at")
         with self._running(prompts, by_group=False) as run:
             async with aclosing(run.results()) as groups:
@@ -143,15 +106,15 @@ class RolloutRunner:
         """Hold back requests to the engine while the context lasts, for a weight update.
 
         Episodes go on until their next request, which waits until the end of the context; of
-        overlapping pauses, until the end of the last. Time limits of episodes stand still while
-        the context lasts.
+        overlapping pauses, until the end of the last. Time limits stand still while the context
+        lasts.
 
         Args:
             drain: Wait first until every request was answered, those of a failed episode until
                 the episode has ended. Time limits run until then.
         """
         try:
-            async with self._context.gate.paused(drain=drain):
+            async with self.gate.paused(drain=drain):
                 yield
         finally:
             for run in self._runs:
@@ -159,14 +122,14 @@ class RolloutRunner:
 
     @contextmanager
     def _running(self, prompts: Prompts, *, by_group: bool) -> Iterator[Run]:
-        check_serving(self._context.engine)
-        run = Run(self._context, prompts, by_group=by_group)
+        check_serving(self.engine)
+        run = Run(self, prompts, by_group=by_group)
         if not self._runs:
-            self._context.silence.start()
+            self.silence.start()
         self._runs.add(run)
         try:
             yield run
         finally:
             self._runs.discard(run)
             if not self._runs:
-                self._context.silence.stop()
+                self.silence.stop()

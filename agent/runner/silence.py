@@ -12,8 +12,6 @@ from trajpack.packing.text import one_line
 _logger = logging.getLogger(__name__)
 PATIENCE_S = 10.0
 """Seconds without a sign before the first warning, unless a policy says otherwise."""
-_EARLY_S = 0.001
-"""Tolerance for rounding: a look that is early would be planned again at once."""
 _LONGEST_S = 1e5
 """Seconds until the next look at most."""
 _LATE_S = 1.0
@@ -28,13 +26,10 @@ class SilenceTimer:
 
     Args:
         patience_s: Seconds before the first warning; None never warns.
-        waits_for: Returns what the runner waits for, an empty text if the silence is in order; and
-            by how much longer than usual that may take.
+        waits_for: Returns what the runner waits for; an empty text if the silence is in order.
     """
 
-    def __init__(
-        self, patience_s: float | None, waits_for: Callable[[], tuple[str, float]]
-    ) -> None:
+    def __init__(self, patience_s: float | None, waits_for: Callable[[], str]) -> None:
         self._patience_s = math.inf if patience_s is None else patience_s
         self._waits_for = waits_for
         self._next_s = self._sign_at = 0.0
@@ -43,10 +38,9 @@ class SilenceTimer:
 
     def start(self) -> None:
         """Begin to watch, within an event loop."""
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._next_s = asyncio.get_running_loop(), self._patience_s
         self.sign()
-        self._next_s = self._patience_s
-        self._timer = self._loop.call_later(min(self._next_s, _LONGEST_S), self._look)
+        self._plan_look(self._next_s)
 
     def stop(self) -> None:
         """Watch no more."""
@@ -59,18 +53,18 @@ class SilenceTimer:
         if self._loop is not None:
             self._sign_at = self._loop.time()
 
-    def _look(self) -> None:
+    def _plan_look(self, seconds: float) -> None:
         assert self._loop is not None
-        assert self._timer is not None
-        now = self._loop.time()
-        what, factor = self._waits_for()
-        if not what or now - self._timer.when() > _LATE_S:
+        planned = self._loop.time() + min(max(seconds, 0.001), _LONGEST_S)
+        self._timer = self._loop.call_at(planned, self._look, planned)
+
+    def _look(self, planned: float) -> None:
+        assert self._loop is not None
+        now, what = self._loop.time(), self._waits_for()
+        if not what or now - planned > _LATE_S:
             self._sign_at = now
         silent_s = now - self._sign_at
-        if silent_s >= factor * self._next_s - _EARLY_S:
-            _logger.warning(
-                "nothing has happened for %.0f s: waiting for %s", silent_s, one_line(what, 2000)
-            )
+        if silent_s >= self._next_s - 0.001:  # a rounding
+            _logger.warning("nothing has happened for %.0f s: %s", silent_s, one_line(what, 2000))
             self._next_s *= 2
-        left_s = max(factor * self._next_s - silent_s, _EARLY_S)
-        self._timer = self._loop.call_later(min(left_s, _LONGEST_S), self._look)
+        self._plan_look(self._next_s - silent_s)

@@ -17,6 +17,7 @@ import torch
 
 import trajpack
 from trajpack import agent
+from trajpack.agent.environments.code import CodeProblem
 from trajpack.agent.runner.results import GroupResult
 from trajpack.packing.ragged import Ragged
 from trajpack.packing.trajectory_log.log import LoggedEpisode
@@ -187,7 +188,7 @@ LARGE = [
     ),
     GroupResult(PROMPT, (RESULT,) * 50),
     agent.Question("q", ({"role": "user", "content": LONG},) * 50, (LONG,) * 50),
-    agent.CodeProblem("p", ((LONG, LONG),) * 50, (), LONG),
+    CodeProblem("p", ((LONG, LONG),) * 50, (), LONG),
     agent.Tool("t", LONG, {"properties": {LONG: {"type": "string"}}}, len),
     Ragged(torch.tensor(IDS), torch.tensor(IDS)),
     LoggedEpisode("e", (TRAJECTORY,) * 50, LONG),

@@ -193,6 +193,7 @@ def test_a_trajectory_says_whether_a_limit_ended_it(
     said = [text if isinstance(text, Exception) else text + END for text in texts]
     trajectory, _ = collect(agent, Game(*ends), said, prompt=PROMPT)
     assert (len(trajectory.turns), trajectory.truncated) == (num_turns, truncated)
+    assert [turn.truncated for turn in trajectory.turns[-1:]] == [bool(truncated)]
 
 
 def test_the_last_request_asks_for_what_is_left() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,9 @@ import torch
 
 from trajpack.agent.errors import EpisodeError, MalformedResponseError
 from trajpack.agent.protocols import GenerationOutput
-from trajpack.agent.runner.replies import checked_prompt, turn_of
+from trajpack.agent.runner.replies import check_trajectories, checked_prompt, turn_of
 from trajpack.packing.ragged import Ragged
-from trajpack.packing.types import Turn
+from trajpack.packing.types import Trajectory, Turn
 
 
 def says(**changes: Any) -> GenerationOutput:
@@ -100,3 +101,18 @@ def test_a_reply_that_does_not_belong_is_refused(reply: Any, message: str) -> No
 def test_a_request_without_token_ids_is_refused(token_ids: Any, message: str) -> None:
     with pytest.raises(EpisodeError, match=f"'q0@0': .*{message}"):
         checked_prompt("q0@0", token_ids)
+
+
+def test_many_short_turns_are_checked_beside_the_event_loop() -> None:
+    turns = [Turn([1, 2, 3], [4, 5], [-1.0, -1.0]) for _ in range(5000)]
+
+    async def body() -> int:
+        checking = asyncio.create_task(check_trajectories([Trajectory("long", turns)]))
+        rounds = 0
+        while not checking.done():
+            await asyncio.sleep(0)
+            rounds += 1
+        await checking
+        return rounds
+
+    assert asyncio.run(body()) > 3

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 
@@ -81,10 +82,20 @@ def test_a_runner_can_run_again_and_at_the_same_time() -> None:
     assert serve(body) == [3, 3, 6]
 
 
-@pytest.mark.parametrize("option", ["concurrency", "group_size"])
-def test_counts_below_one_are_refused(option: str) -> None:
-    with pytest.raises(ValueError, match=f"{option} must be at least 1, got 0"):
-        runner(EchoEngine(), TwoTurns(), **{option: 0})
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"concurrency": 0}, ValueError, "concurrency must be at least 1, got 0"),
+        ({"concurrency": 1.5}, TypeError, "concurrency must be an integer"),
+        ({"group_size": 0}, ValueError, "group_size must be at least 1, got 0"),
+        ({"group_size": "2"}, TypeError, "group_size must be an integer"),
+        ({"policy": None}, TypeError, "policy must be a RolloutPolicy, got NoneType"),
+        ({"finished": "q0@0"}, TypeError, "finished must be several names, got 'q0@0'"),
+    ],
+)
+def test_wrong_options_are_refused(options: Any, kind: Any, message: str) -> None:
+    with pytest.raises(kind, match=message):
+        runner(EchoEngine(), TwoTurns(), **options)
 
 
 def test_the_real_engine_serves_a_run_from_start_to_end_and_one_that_is_left() -> None:
@@ -116,4 +127,5 @@ def test_the_real_engine_serves_a_run_from_start_to_end_and_one_that_is_left() -
 def test_episodes_that_were_finished_before_are_not_begun() -> None:
     results = roll(TwoTurns(), 3, group_size=2, finished={"q0@1", "q2@0", "q2@1"})
     assert sorted(result.qid for result in results) == ["q0@0", "q1@0", "q1@1"]
-    assert roll(TwoTurns(), 2, finished=["q0@0", "q1@0"]) == []
+    for finished in (["q0@0", "q1@0"], (f"q{k}@0" for k in range(2)), {"q0@0": 1, "q1@0": 2}):
+        assert roll(TwoTurns(), 2, finished=finished) == []

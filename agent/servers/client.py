@@ -22,6 +22,11 @@ _KEEP_ALIVE_S = 4.0
 class ExchangeError(Exception):
     """A failed exchange; its text begins with the server's host and port."""
 
+    is_innocent = False
+    """Whether the failure says nothing about the server."""
+    is_absence = False
+    """Whether the server does not have the endpoint, or does not open it."""
+
 
 class RetryableError(ExchangeError):
     """A failed exchange that may be repeated, perhaps with another server."""
@@ -34,6 +39,8 @@ class ConnectionLostError(RetryableError):
 class OutdatedError(RetryableError):
     """A server's weights are older than those of the completion's first tokens."""
 
+    is_innocent = True
+
 
 class MalformedError(ExchangeError):
     """An invalid response. Not retried."""
@@ -44,10 +51,8 @@ class RefusedError(ExchangeError):
 
     def __init__(self, reason: str, *, status: int) -> None:
         super().__init__(reason)
-        self.is_about_request = status in (400, 413, 414, 422)
-        """Whether another request may succeed; otherwise the server is misconfigured."""
+        self.is_innocent = status in (400, 413, 414, 422)
         self.is_absence = status in (403, 404, 405, 501)
-        """Whether the server does not have the endpoint, or does not open it."""
 
 
 class HTTPRequest(NamedTuple):
@@ -71,12 +76,7 @@ class Address:
 
     @classmethod
     def parse(cls, url: str) -> Address:
-        """Parse an address.
-
-        Raises:
-            ValueError: If it is not an ``http`` or ``https`` address with a host, or has a query
-                or a fragment. The message does not repeat it: it may hold a password.
-        """
+        """Parse an address; no error repeats it, since it may hold a password."""
         wanted = "a server's address begins with http:// or https://"
         if "://" not in url:
             raise ValueError(f"{wanted}; add it to this one")
@@ -99,9 +99,6 @@ class Client:
 
     Redirects, cookies, compression and proxies of the environment are not used. Bodies are capped
     while they are read.
-
-    Raises:
-        SetupError: If there are no certificates in the file that the options name.
     """
 
     def __init__(self, options: ServerOptions) -> None:
@@ -111,11 +108,18 @@ class Client:
         if options.token:
             self._headers["Authorization"] = f"Bearer {options.token}"
         connect_s = options.time_limits.connect_s
+        verification: ssl.SSLContext | bool = True
+        if options.ca_file:
+            try:
+                verification = ssl.create_default_context(cafile=options.ca_file)
+            except OSError as error:  # its message does not name the file
+                reason = f"no certificates in ca_file {options.ca_file!r}: {error}"
+                raise SetupError(reason) from None
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
                 limit=0,
                 keepalive_timeout=_KEEP_ALIVE_S,
-                ssl=_certificates(options.ca_file) if options.ca_file else True,
+                ssl=verification,
             ),
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_s, ceil_threshold=1e9),
@@ -128,13 +132,7 @@ class Client:
     async def send(
         self, server: Address, request: HTTPRequest, *, max_bytes: int, timeout_s: float
     ) -> bytes:
-        """Send ``request`` and return the body of the response.
-
-        Raises:
-            RetryableError: If the server was not reached, was too slow, died or is overloaded.
-            RefusedError: If it answered with another error status.
-            MalformedError: If the response is not valid HTTP or too long.
-        """
+        """Send ``request`` and return the body of the response."""
         import aiohttp
         import msgspec
 
@@ -177,10 +175,3 @@ class Client:
         raise (
             RetryableError(reason) if status in _RETRYABLE else RefusedError(reason, status=status)
         )
-
-
-def _certificates(ca_file: str) -> ssl.SSLContext:
-    try:
-        return ssl.create_default_context(cafile=ca_file)
-    except OSError as error:  # its message does not name the file
-        raise SetupError(f"no certificates in ca_file {ca_file!r}: {error}") from None

@@ -56,17 +56,10 @@ class Completion:
         return self.finish_reason != "abort" or self.num_tokens == self.params.max_new_tokens
 
     def append(self, response: EngineResponse, declared: int) -> None:
-        """Append the sample of one request.
+        """Append the sample of one request, or raise a ValueError and append nothing.
 
-        Args:
-            response: Response of the server.
-            declared: Version that the engine had declared when the request was sent; used for
-                tokens whose version has no number.
-
-        Raises:
-            OutdatedError: If the weights are older than those of the first tokens.
-            ValueError: If the response contradicts the request or earlier responses. Nothing is
-                appended.
+        ``declared`` is the engine's version when the request was sent: that of tokens whose version
+        has no number.
         """
         reason, num_new = response.finish_reason, len(response.output_ids)
         if reason not in ("stop", "length", "abort"):

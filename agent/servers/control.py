@@ -19,7 +19,6 @@ from trajpack.agent.servers.client import (
     ConnectionLostError,
     ExchangeError,
     HTTPRequest,
-    RefusedError,
     RetryableError,
 )
 from trajpack.agent.servers.options import DEFAULT_OPTIONS, ServerOptions
@@ -30,9 +29,6 @@ from trajpack.packing.text import one_line
 _logger = logging.getLogger(__name__)
 _MAX_BYTES = 2**20
 _HEALTH_S = 10.0
-_GREETING_S = 1.0
-"""Wait for all servers at the beginning, so that the first one does not get all episodes."""
-_MAX_DOUBLINGS = 4
 MAX_EPISODES = 2**16
 """Episodes that are remembered: those that asked last."""
 
@@ -65,21 +61,16 @@ class Server:
     slots: asyncio.Semaphore
     """Held by requests for samples; administrative requests need none."""
     num_in_flight: int = 0
-    num_failures: int = 0
-    """Consecutive failures."""
-    last_request: int = 0
-    """Number of its last request among those of all servers."""
+    num_failures: int = 0  # consecutive ones
+    last_request: int = 0  # its number among the requests of all servers
     is_healthy: bool = False
     is_behind: bool = False
     """Whether its weights are not the engine's; cleared by the next weight update."""
     told_version: int | None = None
     """Version that it last acknowledged; None if it has no such endpoint."""
-    has_fallen_back: bool = False
-    """Whether it lacks the first of two endpoints for samples."""
+    has_fallen_back: bool = False  # it lacks the first of two endpoints for samples
     model: str | None = None
-    error: str = "no answer yet"
-    """Why it is not healthy."""
-    probe: asyncio.Task[None] | None = None
+    error: str = "no answer yet"  # why it is not healthy
 
     @property
     def name(self) -> str:
@@ -153,6 +144,7 @@ class ServerFleet(ServedEngine):
         self._gate.set()
         self._healthy = asyncio.Event()  # set while a server is healthy
         self._updating = asyncio.Lock()
+        self._watching: asyncio.Task[None] | None = None
         self._deadlines: set[asyncio.Timeout] = set()  # of requests in flight
         self._is_idle = asyncio.Event()
 
@@ -186,7 +178,7 @@ class ServerFleet(ServedEngine):
             failed = await self._order(self._servers, request)
             for server in self._servers:
                 error = failed.get(server)
-                if error is None or (is_label_only and _is_absence(error)):
+                if error is None or (is_label_only and error.is_absence):
                     server.is_behind = False
                     server.told_version = version if error is None else None
                     failed.pop(server, None)
@@ -231,7 +223,7 @@ class ServerFleet(ServedEngine):
         finally:
             self._gate.set()
         for server, error in failed.items():
-            if not _is_absence(error):  # else it cannot have paused
+            if not error.is_absence:  # else it cannot have paused
                 self._rest(server, error)
         if failed:
             raise WeightUpdateError(f"did not resume: {_join(failed)}")
@@ -257,10 +249,9 @@ class ServerFleet(ServedEngine):
         for deadline in self._deadlines:
             if not deadline.expired():
                 deadline.reschedule(0)
-        for probe in self._probes():
-            probe.cancel()
+        if self._watching is not None:
+            self._watching.cancel()
         try:
-            await asyncio.gather(*self._probes(), return_exceptions=True)
             while self._deadlines:
                 self._is_idle.clear()
                 await self._is_idle.wait()
@@ -270,10 +261,11 @@ class ServerFleet(ServedEngine):
 
     async def _start(self) -> None:
         """Greet every server, and wait until one is healthy."""
-        for server in self._servers:
-            self._start_probe(server, 0)
         limit_s = self._options.time_limits.start_s
-        await asyncio.wait(self._probes(), timeout=min(limit_s, _GREETING_S))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await asyncio.gather(*map(self._greet, self._servers))
+        self._watching = asyncio.create_task(self._watch())
         try:
             await self._healthy_servers(limit_s)
         except OutageError as error:
@@ -304,25 +296,20 @@ class ServerFleet(ServedEngine):
 
     def _report_failure(self, server: Server, error: ExchangeError) -> None:
         """Count a failure; take the server out of rotation after a lost connection or several."""
-        if not server.is_healthy:
-            return  # the end of a server fails all of its requests, and counts once
-        server.num_failures += 1
-        retries = self._options.retries
-        too_many = server.num_failures - retries.max_failures
-        if too_many >= 0:
-            self._rest(server, error, retries.rest_s * 2 ** min(too_many, _MAX_DOUBLINGS))
-        elif isinstance(error, ConnectionLostError):
-            self._rest(server, error)
+        if server.is_healthy:  # the end of a server fails all of its requests, and counts once
+            server.num_failures += 1
+            too_many = server.num_failures >= self._options.retries.max_failures
+            if too_many or isinstance(error, ConnectionLostError):
+                self._rest(server, error)
 
-    def _rest(self, server: Server, error: ExchangeError, wait_s: float = 0) -> None:
-        """Take a server out of rotation; probe it after ``wait_s``."""
+    def _rest(self, server: Server, error: ExchangeError) -> None:
+        """Take a server out of rotation."""
         server.error = str(error)
         if server.is_healthy:
             server.is_healthy = False
             _logger.warning("out of rotation: %s", one_line(error))
         if not any(server.is_healthy for server in self._servers):
             self._healthy.clear()
-        self._start_probe(server, wait_s)
 
     async def _order(
         self, servers: Sequence[Server], request: HTTPRequest
@@ -361,51 +348,44 @@ class ServerFleet(ServedEngine):
             errors = "; ".join(server.error for server in self._servers)
             raise OutageError(f"no server is healthy after {limit_s:g} s: {errors}") from None
 
-    def _probes(self) -> list[asyncio.Task[None]]:
-        return [server.probe for server in self._servers if server.probe is not None]
-
-    def _start_probe(self, server: Server, wait_s: float) -> None:
-        if server.probe is None or server.probe.done():
-            server.probe = asyncio.create_task(self._probe(server, wait_s))
-
-    async def _probe(self, server: Server, wait_s: float) -> None:
-        """Greet a server, with growing pauses, until it is healthy."""
-        next_s = rest_s = self._options.retries.rest_s
-        while not server.is_healthy:
-            await asyncio.sleep(wait_s)
-            wait_s, next_s = next_s, min(2 * next_s, 2**_MAX_DOUBLINGS * rest_s)
-            try:
-                await self._greet(server)
-            except ExchangeError as error:
-                if server.error != str(error):
-                    _logger.warning("not healthy: %s", one_line(error))
-                server.error = str(error)
+    async def _watch(self) -> None:
+        """Greet the servers that are out of rotation, again and again."""
+        while True:
+            await asyncio.sleep(self._options.retries.rest_s)
+            resting = (server for server in self._servers if not server.is_healthy)
+            await asyncio.gather(*map(self._greet, resting))
 
     async def _greet(self, server: Server) -> None:
         """Put a server into rotation that is well, has the engine's weights and has resumed."""
-        await self._ask(server, HTTPRequest("/health", method="GET"))
-        if (told := server.told_version) is not None:
-            answer = await self._ask(server, self._orders.get_version)
-            server.check_version(told, _part(answer, "weight_version"))
-        models = await self._ask(server, HTTPRequest("/v1/models", method="GET"))
-        model = _part(models, "data", 0, "id")
-        server.model = model if isinstance(model, str) else None
-        if self._has_paused and self._gate.is_set():
-            await self._ask(server, self._orders.resume)
-        if server.is_behind:
-            reason = "its weights are not the engine's; an update helps"
-            raise RetryableError(f"{server.name}: {reason}")
-        server.is_healthy = True
-        self._healthy.set()
+        try:
+            await self._ask(server, HTTPRequest("/health", method="GET"))
+            if (told := server.told_version) is not None:
+                answer = await self._ask(server, self._orders.get_version)
+                server.check_version(told, _part(answer, "weight_version"))
+            models = await self._ask(server, HTTPRequest("/v1/models", method="GET"))
+            model = _part(models, "data", 0, "id")
+            server.model = model if isinstance(model, str) else None
+            if self._has_paused and self._gate.is_set():
+                await self._ask(server, self._orders.resume)
+            if server.is_behind:
+                reason = "its weights are not the engine's; an update helps"
+                raise RetryableError(f"{server.name}: {reason}")
+        except ExchangeError as error:
+            if server.error != str(error):
+                _logger.warning("not healthy: %s", one_line(error))
+            server.error = str(error)
+        else:
+            server.is_healthy = True
+            self._healthy.set()
 
     async def _ask(self, server: Server, request: HTTPRequest) -> bytes:
         """Return the body of the answer, empty if the server does not have the endpoint."""
         try:
             return await self._send(server, request, _HEALTH_S)
-        except RefusedError as error:
-            if not error.is_absence:
-                raise
-            return b""
+        except ExchangeError as error:
+            if error.is_absence:
+                return b""
+            raise
 
 
 def is_number(name: str) -> bool:
@@ -422,10 +402,6 @@ def _part(body: bytes, *path: str | int) -> Any:
     except (LookupError, TypeError, ValueError, RecursionError):
         return None
     return part
-
-
-def _is_absence(error: ExchangeError) -> bool:
-    return isinstance(error, RefusedError) and error.is_absence
 
 
 def _join(failures: dict[Server, ExchangeError]) -> str:

@@ -22,7 +22,6 @@ from trajpack.agent.servers.client import (
     ExchangeError,
     HTTPRequest,
     MalformedError,
-    OutdatedError,
     RefusedError,
     RetryableError,
 )
@@ -52,6 +51,8 @@ class ServerEngine(ServerFleet):
     _filters_are_processed: ClassVar[bool]
     """Whether "processed" log-probabilities are those after top-k and top-p."""
 
+    _can_fall_back = False
+    """Whether there is another endpoint for servers without the first one."""
     _has_warned = False
 
     @abstractmethod
@@ -68,10 +69,6 @@ class ServerEngine(ServerFleet):
         ends = {"stop": params.stop, "stop_token_ids": params.stop_token_ids}
         others |= {name: value for name, value in ends.items() if value}
         return sampling | {name: value for name, value in others.items() if value is not None}
-
-    def _falls_back(self, server: Server, error: RefusedError) -> bool:
-        """Switch a server that refused to another endpoint, if there is one."""
-        return False
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
         """Return one completion; a cancelled call ends its generation.
@@ -174,12 +171,7 @@ class ServerEngine(ServerFleet):
                     except ExchangeError as error:
                         if isinstance(error, RetryableError):
                             episode.server = None  # another server may succeed
-                        # a wrong request and outdated weights are not the server's failure; every
-                        # other error is, or the server that fails fastest would get all requests
-                        is_innocent = isinstance(error, OutdatedError) or (
-                            isinstance(error, RefusedError) and error.is_about_request
-                        )
-                        if not is_innocent:
+                        if not error.is_innocent:
                             self._report_failure(server, error)
                         raise
                     server.num_failures = 0
@@ -207,8 +199,9 @@ class ServerEngine(ServerFleet):
                 request_s = options.time_limits.request_s
                 body = await self._send(server, request, request_s, options.max_response_bytes)
             except RefusedError as error:
-                if not self._falls_back(server, error):
+                if server.has_fallen_back or not (self._can_fall_back and error.is_absence):
                     raise
+                server.has_fallen_back = True
         read = partial(self._read, body, limits, missing_logprobs=options.missing_logprobs)
         try:
             if len(body) < _THREAD_BYTES:

@@ -85,15 +85,14 @@ def read_vllm_response(
 
     Args:
         body: Body of the response, UTF-8.
-        limits: Limits that the caller accepts. ``max_bytes`` is checked before parsing.
+        limits: Limits that the caller accepts.
         missing_logprobs: As in `ServerOptions`: a log-probability that is null, NaN or -9999 is
             missing, and becomes 0 unless this is ``"refuse"``.
 
     Raises:
-        ValueError: If the body is longer than the limit, is not JSON, lacks a part, has a part of
-            another type or length, an id outside ``[0, vocab_size)``, more than ``max_tokens`` ids,
-            log-probabilities of other ids, or one above 0 or not finite as float32. The message
-            names the part, what was expected and what came.
+        ValueError: If the body is not JSON, has other parts or lengths, exceeds a limit, or has
+            log-probabilities of other tokens, above 0 or not finite as float32. The message names
+            the part, what was expected and what came.
         ModuleNotFoundError: If msgspec (``trajpack[servers]`` or ``trajpack[json]``) is missing.
 
     Source: responses recorded from vLLM 0.32.
@@ -134,15 +133,8 @@ def read_sglang_response(
     The request must have asked for one sample and for ``"return_logprob": true``; it must not
     stream. If the response names one version without spans, it is that of all tokens.
 
-    Args:
-        body: Body of the response, UTF-8.
-        limits: Limits that the caller accepts. ``max_bytes`` is checked before parsing.
-        missing_logprobs: As of `read_vllm_response`.
-
-    Raises:
-        ValueError: As `read_vllm_response`, and if the stop token that matched is not the last one,
-            or a text matched that is not one of ``limits.stop``: SGLang reports NaN in this way.
-        ModuleNotFoundError: As `read_vllm_response`.
+    Arguments and errors are those of `read_vllm_response`. A stop token that matched must be the
+    last one, and a text must be one of ``limits.stop``: SGLang reports NaN in this way.
 
     Source: the published types of SGLang 0.5.23, and its page "Return Routed Experts".
 

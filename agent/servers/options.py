@@ -56,7 +56,7 @@ class RetryLimits:
         max_attempts: Requests for one response, the first included.
         wait_initial_s: Pause before the second attempt; doubles with each attempt, with jitter.
         wait_max_s: Longest pause without jitter.
-        rest_s: Pause before a failed server is probed again; doubles up to 16 times this.
+        rest_s: Pause before a server that is out of rotation is asked for its health.
         max_failures: Consecutive failures, other than of a connection, that take a server out of
             rotation.
     """
@@ -78,26 +78,22 @@ class ServerOptions:
     Attributes:
         token: Sent as ``Authorization: Bearer``; not shown.
         ca_file: File of certificates that verify ``https`` servers; ``None`` takes the system's.
-        max_connections: Requests in flight on one server; others wait. About the concurrency of the
-            runner.
+        max_connections: Requests in flight on one server; others wait.
         time_limits: Time limits.
         retries: Retries.
         vocab_size: Upper bound (exclusive) of token ids in requests and responses.
-        max_request_tokens: Limit of prompt plus completion tokens; longer requests are refused
-            unsent.
+        max_request_tokens: Prompt plus completion tokens at most; longer requests are not sent.
         max_response_bytes: Limit of a response in bytes.
-        logprobs: Semantics of the servers' log-probabilities. ``None`` is the default of the kind
-            of server.
-        allow_other_logprobs: Whether to send a request whose log-probabilities will not be those of
-            the distribution that it is sampled from.
-        missing_logprobs: Treatment of a token without a log-probability, as vLLM may leave it where
-            it is close to 0. ``"zero"`` takes 0, with one warning; ``"mark"`` also gives each
-            completion the field ``logprob_missing``, a bool a token; ``"refuse"`` is an error.
-        seed: Seed from which each request's seed is derived, with the episode and the number of the
-            request; ``None`` leaves sampling to the servers.
-        routed_experts: Layers with experts of the model, and experts of a token, to have each
-            completion's ``routed_experts``; ``None`` leaves them out. Servers report them if they
-            were started with ``--enable-return-routed-experts``.
+        logprobs: Semantics of the servers' log-probabilities; ``None`` is the kind's default.
+        allow_other_logprobs: Whether to send requests whose log-probabilities will not be those of
+            the distribution sampled from.
+        missing_logprobs: What becomes of a token without a log-probability: ``"zero"`` takes 0,
+            with one warning; ``"mark"`` also gives each completion the field ``logprob_missing``, a
+            bool a token; ``"refuse"`` is an error.
+        seed: Each request's seed is derived from it, the episode and the number of the request;
+            ``None`` leaves sampling to the servers.
+        routed_experts: Layers with experts, and experts of a token, to have each completion's
+            ``routed_experts`` of servers with ``--enable-return-routed-experts``.
 
     Raises:
         TypeError: If a value is of another type.

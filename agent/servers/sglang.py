@@ -22,7 +22,7 @@ class SGLangEngine(ServerEngine):
         version: Policy version of the servers' weights.
 
     Raises:
-        ValueError: If there is no address, or one is not the address of a server.
+        ValueError: If one is not the address of a server.
         SetupError: On entering, if no server is healthy in time.
 
     Example:

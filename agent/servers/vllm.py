@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 from trajpack.agent.protocols import SamplingParams
-from trajpack.agent.servers.client import HTTPRequest, RefusedError
+from trajpack.agent.servers.client import HTTPRequest
 from trajpack.agent.servers.control import Orders, Server
 from trajpack.agent.servers.engine import ServerEngine
 from trajpack.agent.servers.engine_response import read_vllm_response
@@ -24,8 +24,7 @@ class VLLMEngine(ServerEngine):
 
     Log-probabilities are those before temperature, top-k and top-p, unless the server was started
     with ``--logprobs-mode processed_logprobs``; declare that with
-    ``ServerOptions(logprobs="processed")``. Requests whose log-probabilities
-    would not be those of the distribution sampled from are refused.
+    ``ServerOptions(logprobs="processed")``. Requests that need others are refused.
 
     Weight updates and pauses need servers with ``VLLM_SERVER_DEV_MODE=1``.
 
@@ -36,7 +35,7 @@ class VLLMEngine(ServerEngine):
         version: Policy version of the servers' weights.
 
     Raises:
-        ValueError: If there is no address, or one is not the address of a server.
+        ValueError: If one is not the address of a server.
         SetupError: On entering, if no server is healthy in time.
 
     Example:
@@ -70,6 +69,7 @@ class VLLMEngine(ServerEngine):
             )
         super().__init__(urls, options=options, version=version)
         self._endpoint = endpoint
+        self._can_fall_back = endpoint is None
 
     def _write(
         self, server: Server, token_ids: list[int], params: SamplingParams, seed: int | None
@@ -89,9 +89,3 @@ class VLLMEngine(ServerEngine):
             return HTTPRequest("/v1/completions", payload | {"prompt": token_ids, **sampling})
         payload |= {"token_ids": token_ids, "sampling_params": sampling}
         return HTTPRequest("/inference/v1/generate", payload)
-
-    def _falls_back(self, server: Server, error: RefusedError) -> bool:
-        if self._endpoint or server.has_fallen_back or not error.is_absence:
-            return False
-        server.has_fallen_back = True
-        return True

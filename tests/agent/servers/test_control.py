@@ -27,6 +27,7 @@ from trajpack.agent.errors import RequestRefusedError
 from trajpack.agent.protocols import SamplingParams
 from trajpack.agent.servers.client import ExchangeError
 from trajpack.agent.servers.control import WeightUpdateError
+from trajpack.agent.servers.options import RetryLimits
 from trajpack.agent.servers.sglang import SGLangEngine
 from trajpack.agent.servers.vllm import VLLMEngine
 
@@ -225,15 +226,13 @@ async def test_a_server_that_was_away_at_the_resume_is_told_when_it_is_back(stat
 
 
 async def test_a_server_that_rested_at_the_resume_is_told_when_it_is_well() -> None:
-    async with serving(SGLangEngine, listening(say_sglang, *ORDERS)) as ((server,), engine):
+    say, calm = listening(say_sglang, *ORDERS), options(retries=RetryLimits(rest_s=60))
+    async with serving(SGLangEngine, say, options=calm) as ((server,), engine):
         await engine.pause()
-        resting = the_server(engine)
-        engine._rest(resting, ExchangeError("for a moment"), 60)
+        engine._rest(the_server(engine), ExchangeError("for a moment"))
         await engine.resume()
         assert "/continue_generation" not in server.paths()
-        resting.probe.cancel()
-        await asyncio.sleep(0)
-        engine._rest(resting, ExchangeError("and back"))
+        await engine._greet(the_server(engine))
         await generate(engine)
         assert server.paths()[-2:] == ["/continue_generation", "/generate"]
 

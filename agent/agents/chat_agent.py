@@ -7,7 +7,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from trajpack.agent.agents.chat_messages import ChatMessages
 from trajpack.agent.agents.conversation import (
@@ -21,8 +21,10 @@ from trajpack.agent.agents.queue_adapter import run_over_queues
 from trajpack.agent.errors import RequestRefusedError
 from trajpack.agent.models.causal_model import load_tokenizer
 from trajpack.agent.protocols import Environment, Generate, Prompt
-from trajpack.packing.conversion import as_integer
+from trajpack.packing.conversion import as_ids, as_integer
 from trajpack.packing.types import Trajectory
+
+OldThoughts = Literal["keep", "drop"]
 
 
 class ConversationAgent(ABC):
@@ -64,7 +66,7 @@ class ConversationAgent(ABC):
         try:
             observation: list[int] | None = await self.open(conversation)
             while observation is not None:
-                conversation.token_ids += observation
+                self.extend(conversation, observation)
                 exchange = await self._ask(conversation)
                 if exchange is None:
                     await self.cut_off(conversation)
@@ -117,6 +119,10 @@ class ConversationAgent(ABC):
         )
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
+
+    def extend(self, conversation: Conversation, observation: list[int]) -> None:
+        """Append an observation to the next prompt."""
+        conversation.token_ids += observation
 
     async def open(self, conversation: Conversation) -> list[int]:
         """Return the tokens that follow the prompt in the first turn; by default there are none."""
@@ -176,6 +182,9 @@ class ChatAgent(ConversationAgent):
         tokenizer: A Hugging Face tokenizer with a chat template, or the local folder of one.
         limits: Limits of each conversation; None takes the default ones.
         turn_discount: Discount from one turn to the next, stored in the trajectory.
+        old_thoughts: Whether a completion's thoughts stay in later prompts. ``"drop"`` leaves them
+            out, as a chat template's history does: a later prompt is not the continuation of the
+            one before, so that it begins a new chain.
 
     Raises:
         ValueError: If an option is out of range; as `SetupError`, where the tokenizer's folder
@@ -189,7 +198,11 @@ class ChatAgent(ConversationAgent):
         *,
         limits: ConversationLimits | None = None,
         turn_discount: float = 1.0,
+        old_thoughts: OldThoughts = "keep",
     ) -> None:
+        if old_thoughts not in ("keep", "drop"):
+            raise ValueError(f'old_thoughts must be "keep" or "drop", got {old_thoughts!r}')
+        self.old_thoughts = old_thoughts
         self.gconfig = gconfig
         is_folder = isinstance(tokenizer, str | os.PathLike)
         self.tokenizer = load_tokenizer(tokenizer) if is_folder else tokenizer
@@ -198,3 +211,21 @@ class ChatAgent(ConversationAgent):
         self.limits = ConversationLimits() if limits is None else limits
         self.turn_discount = turn_discount
         self.check_limits()
+
+    def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return a prompt's tokens: a chat by the tokenizer's template, and who speaks next.
+
+        Raises:
+            ValueError: If the template does not show what a user says.
+        """
+        return self.messages.prompt(messages)
+
+    def extend(self, conversation: Conversation, observation: list[int]) -> None:
+        """Append an observation to the next prompt, which drops old thoughts or keeps them."""
+        if self.old_thoughts == "drop" and conversation.exchanges:
+            last = conversation.exchanges[-1]
+            with conversation.guard("its history could not be rendered"):
+                prompt_ids = as_ids("prompt_ids", last.turn.prompt_ids).tolist()
+                ids = self.messages.without_thoughts(prompt_ids, last.ids.tolist())
+            conversation.rewrite(ids)
+        super().extend(conversation, observation)

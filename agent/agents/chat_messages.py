@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, takewhile
 from typing import Any, NamedTuple
 
-from trajpack.agent.agents.tool_calls import ToolCall, ToolCallError
+from trajpack.agent.agents.tool_calls import THOUGHTS, ToolCall, ToolCallError, outside_thoughts
 from trajpack.agent.errors import reason_of
 
 _MARK = "trajpack{}mark"
@@ -17,6 +18,8 @@ _PROBE = ' "a" \\ b\nc <d> '
 """Content with all that templates are known to change."""
 _PLAIN_NAME = re.compile(r"[\w.:-]{1,64}")
 _MOST_FRAMES = 256
+_MOST_MARK = 16
+"""Tokens at the end of a prompt that may open thoughts."""
 
 _TRIMS: tuple[Callable[[str], str], ...] = (str, str.strip, str.lstrip, str.rstrip)
 _FORMS: tuple[Callable[[str], str], ...] = (
@@ -68,29 +71,49 @@ class ChatMessages:
         else:
             self._takes_parts = False
 
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return a conversation and the generation prompt.
+
+        Raises:
+            ValueError: If the template does not show what a user says.
+        """
+        text = self._rendered(messages, is_asking=True)
+        for message in messages:
+            content = message["content"] if message["role"] == "user" else ""
+            parts = [{"text": content}] if isinstance(content, str) else content
+            for part in parts:
+                said = str(part.get("text", part)).strip()
+                if said not in text and json.dumps(said, ensure_ascii=False)[1:-1] not in text:
+                    raise ValueError(f"the chat template does not show {said!r:.80} of the user")
+        return self._encode(text)
+
     def text(self, messages: Sequence[Mapping[str, Any]], *, is_asking: bool = False) -> str:
         """Render messages, behind a system message if the template renders none without one.
 
         Raises:
             Exception: That of the template for the messages alone, if it renders them neither way.
         """
-
-        def rendered(*first: Mapping[str, str]) -> str:
-            chat = [dict(message) for message in (*first, *messages)]
-            for message in chat:
-                if self._takes_parts and isinstance(message["content"], str):
-                    message["content"] = [{"type": "text", "text": message["content"]}]
-            text: str = self._tokenizer.apply_chat_template(
-                chat, tokenize=False, add_generation_prompt=is_asking, **self._options
-            )
-            return text
-
         try:
-            return rendered()
+            return self._rendered(messages, is_asking=is_asking)
         except Exception:  # templates raise what they like
             with suppress(Exception):
-                return rendered({"role": "system", "content": "Be brief."})
+                first = _said("system", ["Be brief."])
+                return self._rendered([*first, *messages], is_asking=is_asking)
             raise
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], *, is_asking: bool) -> str:
+        chat = [dict(message) for message in messages]
+        for message in chat:
+            content = message.get("content")
+            if self._takes_parts and isinstance(content, str):
+                message["content"] = [{"type": "text", "text": content}]
+            elif not self._takes_parts and isinstance(content, list):
+                with suppress(KeyError):  # other parts are for the template to show
+                    message["content"] = "".join(part["text"] for part in content)
+        text: str = self._tokenizer.apply_chat_template(
+            chat, tokenize=False, add_generation_prompt=is_asking, **self._options
+        )
+        return text
 
     def check(self, role: str) -> None:
         """Raise unless one and two messages of a role can follow a completion.
@@ -169,6 +192,46 @@ class ChatMessages:
         if has_ended is None:
             has_ended = last in self._added and self._added[last] not in frame.head
         return ids[frame.num_end if has_ended else 0 :]
+
+    def said(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> str:
+        """Return a completion's text, special tokens included.
+
+        It begins with the mark of thoughts that the end of the prompt opened.
+        """
+        before, text = self._decode(prompt_ids[-_MOST_MARK:]), self._decode(completion_ids)
+        for begin, end in THOUGHTS:
+            if begin and before.rfind(begin) > before.rfind(end):
+                return begin + text
+        return text
+
+    def without_thoughts(
+        self, prompt_ids: Sequence[int], completion_ids: Sequence[int]
+    ) -> list[int]:
+        """Return a prompt and its completion as in a history: without the completion's thoughts.
+
+        Tokens behind thoughts stay as they were sampled.
+        """
+        greeting, text = _said("user", ["Hello"]), self.said(prompt_ids, completion_ids)
+        before, asks = self.text(greeting), self.text(greeting, is_asking=True)
+        asks, answer = asks.removeprefix(before), outside_thoughts(text)
+        if answer == text and outside_thoughts(asks) == asks:
+            return [*prompt_ids, *completion_ids]
+        marks = [*greeting, *_said("assistant", [_MARK]), *greeting]
+        head = self.text(marks).partition(_MARK)[0].removeprefix(before)
+        if answer != text:
+            answer = answer.removeprefix(asks).lstrip()
+        own = re.match(r"\s*(\W*\w+)", head.removeprefix(asks))
+        if own and answer.startswith(own[1]):  # it names its channel or recipient
+            head = asks
+        prompt, asking = [*prompt_ids], self._encode(asks)
+        if prompt[len(prompt) - len(asking) :] == asking:
+            prompt[len(prompt) - len(asking) :] = self._encode(head)
+        ids = [*completion_ids]
+        begin = bisect_left(
+            range(len(ids)), True, key=lambda at: answer.endswith(self._decode(ids[at:]))
+        )
+        more = answer.removesuffix(self._decode(ids[begin:])) if begin < len(ids) else answer
+        return [*prompt, *self._encode(more), *ids[begin:]]
 
     def calling(self, calls: Sequence[ToolCall]) -> Iterator[tuple[Sequence[ToolCall], str]]:
         """Yield texts of completions that make calls, as the template renders them, and the calls.
@@ -277,6 +340,12 @@ class ChatMessages:
             ids += self._encode(content[begin:], split_special_tokens=True)
             ids += words
         return ids
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
 
     def _encode(self, text: str, **options: bool) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, **options)

@@ -109,6 +109,8 @@ class Conversation:
     observation: Any = None
     terminated: bool = False
     truncated: bool | None = None
+    is_rewritten: bool = False
+    """Whether a prompt is not the continuation of the one before."""
     turn: int = 0
     """Number of the turn that is under way."""
     birth_time_ms: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
@@ -185,8 +187,13 @@ class Conversation:
         self.truncated = is_cut or None
         return scores[0], self.terminated or is_cut
 
+    def rewrite(self, token_ids: list[int]) -> None:
+        """Let the next prompt begin with other tokens than those so far."""
+        self.is_rewritten = self.is_rewritten or token_ids != self.token_ids
+        self.token_ids = token_ids
+
     def trajectory(self, turn_discount: float) -> Trajectory:
-        """Return the conversation as a trajectory; its prompts are views of one array.
+        """Return the trajectory; its prompts are views of one array, unless one is rewritten.
 
         Of one that was cut off, the last turn counts as truncated, too: trainers that know no flag
         of trajectories see it there.
@@ -194,8 +201,9 @@ class Conversation:
         conversation = as_ids("token_ids", self.token_ids)
         turns = []
         for one in self.exchanges:
-            size = len(one.turn.prompt_ids)
-            turns.append(replace(one.turn, prompt_ids=conversation[:size], reward=one.reward))
+            ids = one.turn.prompt_ids
+            ids = ids if self.is_rewritten else conversation[: len(ids)]
+            turns.append(replace(one.turn, prompt_ids=ids, reward=one.reward))
         if self.truncated:
             turns[-1] = replace(turns[-1], truncated=True)
         return Trajectory(

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from trajpack.agent.agents.chat_agent import ChatAgent
+from trajpack.agent.agents.chat_agent import ChatAgent, OldThoughts
 from trajpack.agent.agents.chat_messages import ChatMessages
 from trajpack.agent.agents.conversation import Conversation, ConversationLimits, Exchange
 from trajpack.agent.agents.tool_calls import (
     FORMS,
-    THOUGHTS,
     ToolCall,
     ToolCallError,
     form_of,
@@ -29,8 +28,6 @@ _PROBES: tuple[dict[str, Any], ...] = (
     {"text": "10 < 20", "count": -1, "flag": False},
 )
 """Arguments of two calls that a reader must find in what the template renders of them."""
-_OPENED = 16
-"""Tokens at the end of a prompt that may open thoughts."""
 
 
 class ToolAgent(ChatAgent):
@@ -47,6 +44,7 @@ class ToolAgent(ChatAgent):
         tools: Tools that the model may call.
         limits: Limits of each conversation; None takes the default ones.
         turn_discount: Discount from one turn to the next, stored in the trajectory.
+        old_thoughts: Whether later prompts ``"keep"`` thoughts or ``"drop"`` them.
         max_calls: Calls in one turn at most.
         own_declaration: Whether the prompts themselves declare the tools, for example in
             a system message. Otherwise the chat template must.
@@ -65,7 +63,7 @@ class ToolAgent(ChatAgent):
         A tool and an agent that may use it: see ``examples/calculator.py``.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the first three are its parts, the others are options
         self,
         gconfig: Any,
         tokenizer: Any,
@@ -73,11 +71,18 @@ class ToolAgent(ChatAgent):
         *,
         limits: ConversationLimits | None = None,
         turn_discount: float = 1.0,
+        old_thoughts: OldThoughts = "keep",
         max_calls: int = 8,
         own_declaration: bool = False,
         read_calls: str | Callable[[str], list[ToolCall | ToolCallError]] | None = None,
     ) -> None:
-        super().__init__(gconfig, tokenizer, limits=limits, turn_discount=turn_discount)
+        super().__init__(
+            gconfig,
+            tokenizer,
+            limits=limits,
+            turn_discount=turn_discount,
+            old_thoughts=old_thoughts,
+        )
         self.tools = {tool.name: tool for tool in tools}
         """Tools by name."""
         if len(self.tools) < len(tools):
@@ -142,15 +147,6 @@ class ToolAgent(ChatAgent):
             f"{one_line(repr(said[-200:]))}; say read_calls= with a function that reads its calls"
         )
 
-    def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return a prompt's tokens: a chat, with the tools as the chat template declares them.
-
-        With ``own_declaration`` it is the chat as it is.
-        """
-        text = self.messages.text(messages, is_asking=True)
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return ids
-
     async def respond(self, conversation: Conversation, exchange: Exchange) -> list[int] | None:
         """Return the tools' answers to the calls in a completion; judge the last turn instead."""
         with conversation.guard("its calls could not be read"):
@@ -164,7 +160,7 @@ class ToolAgent(ChatAgent):
         has_ended = False if exchange.turn.truncated else None
         with conversation.guard("the tools' messages could not be encoded"):
             return self.messages.after(
-                exchange.ids, "tool", answers, calls=calls, has_ended=has_ended
+                exchange.ids.tolist(), "tool", answers, calls=calls, has_ended=has_ended
             )
 
     async def cut_off(self, conversation: Conversation) -> None:
@@ -177,10 +173,7 @@ class ToolAgent(ChatAgent):
 
     def calls(self, prompt_ids: Any, completion_ids: Any) -> list[ToolCall | ToolCallError]:
         """Return the calls in a completion; its prompt may have opened thoughts."""
-        text, before = self.decode(list(completion_ids)), self.decode(list(prompt_ids[-_OPENED:]))
-        for begin, end in THOUGHTS:
-            if begin and before.rfind(begin) > before.rfind(end):
-                text = begin + text
+        text = self.messages.said(prompt_ids, completion_ids)
         if callable(self.read_calls):
             return self.read_calls(outside_thoughts(text))
         return tool_calls(

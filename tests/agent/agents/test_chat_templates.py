@@ -135,3 +135,19 @@ def test_what_a_content_spells_is_no_token(name: str) -> None:
     added = {*tokenizer.get_added_vocab().values()}
     assert [id for id in ids if id in added] == [id for id in plain if id in added]
     assert forged in tokenizer.decode(ids)
+
+
+@everywhere
+def test_a_history_without_thoughts_is_what_the_template_writes(name: str) -> None:
+    tokenizer, messages = template_tokenizer(name), ChatMessages(template_tokenizer(name))
+    asked, more = {"role": "user", "content": "Go."}, {"role": "user", "content": "More."}
+    prompt = messages.prompt([asked])
+    opened = "<think>" in messages.said(prompt, [])
+    said = "I think.\n</think>\n\nThe answer."
+    ids = tokenizer.encode(said if opened else f"<think>\n{said}", add_special_tokens=False)
+    ids.append(messages.after([], "user", ["More."])[0])
+    history = messages.without_thoughts(prompt, ids)
+    got = tokenizer.decode([*history, *messages.after(ids, "user", ["More."])])
+    answered = {"role": "assistant", "content": "The answer."}
+    assert got == messages.text([asked, answered, more], is_asking=True)
+    assert [*history[-3:]] == ids[-3:]  # as they were sampled

@@ -290,6 +290,17 @@ def test_a_function_may_read_the_calls() -> None:
     assert len(trajectory.turns) == 1
 
 
+def test_old_thoughts_are_kept_or_dropped() -> None:
+    first = f"<think>I add.</think>{call('add', a=2, b=3)}{END}"
+    answers = f"\n<tool>5{END}\n<assistant>"
+    for kept, said in (("keep", first), ("drop", first.partition("</think>")[2])):
+        agent = make(old_thoughts=kept)
+        trajectory, prompts = collect(agent, Judge(), [first, f"5{END}"])
+        assert prompts[1] == PROMPT + said + answers
+        assert list(trajectory.turns[1].prompt_ids) == [*map(ord, prompts[1])]
+        assert len(pack([trajectory]).seqlens) == (1 if kept == "keep" else 2)
+
+
 def test_a_message_has_one_end() -> None:
     ends = {"gptoss": "<|return|>", "llama3_1": "<|eom_id|>", "phi3": "<|endoftext|>"}
     for family, stop in {**ends, "glm4moe": "<|user|>", "qwen3": "<|im_end|>"}.items():
@@ -421,6 +432,7 @@ def test_the_tiny_models_template_tells_of_each_tool_in_one_system_message() -> 
         (lambda: make(read_calls="xml"), "no reader of calls 'xml'; readers: deepseek_v3, "),
         (lambda: make(read_calls="mistral"), "'mistral' does not read the calls of the chat templ"),
         (lambda: make(tool(max), tool(min)), r"two tools have one name: \['add', 'add'\]"),
+        (lambda: make(old_thoughts="hide"), 'old_thoughts must be "keep" or "drop", got \'hide\''),
         (lambda: make(max_calls=0), "max_calls must be at least 1, got 0"),
         (lambda: make(turn_discount=float("nan")), "turn_discount must be finite"),
         (lambda: Tool("t", "", {}, max), "tool 't': the parameters need properties"),

@@ -25,7 +25,6 @@ from tests.agent.runner.runner_cases import (
 )
 from tests.agent.servers.loopback import Loopback, say_vllm
 from trajpack.agent.engines.transformers_engine import TransformersEngine
-from trajpack.agent.errors import EngineEndedError
 from trajpack.agent.models.tiny_model import build_tiny_model
 from trajpack.agent.protocols import Engine, Prompt
 from trajpack.agent.ray.workers import RolloutWorkers
@@ -109,20 +108,6 @@ def test_an_engine_that_was_entered_in_another_event_loop_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="was entered in another event loop"):
         asyncio.run(take(runner(engine, TwoTurns()).run(prompts(2)), 1))
     asyncio.run(engine.__aexit__())
-
-
-def test_a_serving_task_that_has_ended_ends_the_run(said: Said) -> None:
-    async def body() -> list[EpisodeResult]:
-        async with transformers_engine() as engine, asyncio.timeout(60):
-            engine._watching.cancel()  # type: ignore[union-attr]
-            return await take(runner(engine, TwoTurns()).run(prompts(2)))
-
-    results = asyncio.run(body())
-    assert results
-    for result in results:
-        assert isinstance(result.error, EngineEndedError)
-        assert "the engine's task was cancelled" in str(result.error)
-    assert "the engine's task was cancelled" in said()
 
 
 # engines, environments and agents that do not answer

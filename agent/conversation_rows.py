@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trajpack.packing.conversion import shown
-from trajpack.packing.messages import fitting, turns_of_messages, turns_of_text
+from trajpack.packing.messages import fitting, turns_of_messages, turns_of_text, without_fills
 from trajpack.packing.types import Trajectory, Turn
 
 _COLUMNS = "'messages', or 'prompt' and 'completion', both texts or both lists of messages"
@@ -137,10 +137,11 @@ def _placed(
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield rows with the names of their places."""
     if not isinstance(rows, str | os.PathLike):
+        features = getattr(rows, "features", None)  # a data set of Hugging Face, so of Arrow
         for at, row in enumerate(rows):
             if not isinstance(row, Mapping):
                 raise TypeError(f"row {at} must be a mapping, got {shown(row)}")
-            yield f"row {at}", row
+            yield f"row {at}", row if features is None else without_fills(row, features)
         return
     with open(rows, "rb") as file:
         for number, line in enumerate(file, start=1):

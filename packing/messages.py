@@ -1,8 +1,7 @@
 """Turns of a chat's messages, each with the prompt that an engine sees at inference.
 
-The one place of `trajpack.packing` that calls a tokenizer. It needs ``apply_chat_template``, a
-call with a list of texts, ``decode``, ``eos_token_id`` and ``all_special_ids``, as the tokenizers
-of Hugging Face have them.
+The one place of `trajpack.packing` that calls a tokenizer: with a list of texts, for ``decode`` and
+its special tokens; `chat_template` calls ``apply_chat_template``.
 """
 
 from __future__ import annotations
@@ -10,34 +9,13 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from trajpack.packing.conversion import as_ids, as_number, several, shown
-from trajpack.packing.text import one_line
+from trajpack.packing.chat_template import ChatTemplate, Exchange, checked_message
+from trajpack.packing.conversion import as_ids, as_number, several
 from trajpack.packing.types import Turn
-
-Ids = npt.NDArray[np.int32]
-_SHOWN = 40
-"""Characters of a template's text that an error shows on each side of a place."""
-
-
-class _Texts(NamedTuple):
-    """Texts of a turn."""
-
-    message: int
-    """Index of the assistant's message; -1 of plain text."""
-    prompt: str
-    """Messages before it, and the generation prompt."""
-    whole: str
-    """Messages up to it: `prompt`, and what the message adds."""
-    reward: float
-    """Weight of the message."""
-    has_text: bool
-    """Whether the message has a text that a completion must show."""
 
 
 def turns_of_messages(
@@ -52,34 +30,68 @@ def turns_of_messages(
 
     As `trajpack.Trajectory.from_messages`, which adds the name of the trajectory to errors.
     """
-    chat = [_message(at, one) for at, one in enumerate(several("messages must be many", messages))]
+    messages = [*several("messages must be many", messages)]
+    if _is_filled(messages):
+        messages, tools = without_fills(messages), without_fills(tools)
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"tools must be JSON where they are a text: {error}") from error
-    options = {"tools": tools or None, **(chat_template_kwargs or {})}
-    texts = []
-    for at, (message, weight) in enumerate(chat):
-        if message["role"] == "assistant" and weight:
-            before = [one for one, _ in chat[:at]]
-            prompt = _rendered(tokenizer, at, before, add_generation_prompt=True, **options)
-            whole = _rendered(tokenizer, at, [*before, message], **options)
-            _check_extends(at, prompt, whole)
-            content = message.get("content")
-            has_text = isinstance(content, str) and bool(content.strip())
-            texts.append(_Texts(at, prompt, whole, weight, has_text))
+    chat = [checked_message(at, message) for at, message in enumerate(messages)]
+    weights = [
+        as_number(f"message {at}: weight", message.pop("weight", 1.0))
+        for at, message in enumerate(chat)
+    ]
+    template = ChatTemplate(tokenizer, {"tools": tools or None, **(chat_template_kwargs or {})})
+    texts = template.exchanges(chat, weights)
     return _turns(texts, tokenizer, stop_token_ids, add_special_tokens=False)
 
 
 def turns_of_text(
     prompt: str, completion: str, tokenizer: Any, *, stop_token_ids: Collection[int] | None = None
 ) -> list[Turn]:
-    """Return the turn of plain text without a chat template; the completion ends with ``eos``."""
+    """Return the turn of plain text without a chat template; the completion ends with ``eos``.
+
+    A prompt that begins with a special token has them all: a template has made it.
+    """
     end = tokenizer.eos_token or ""
     whole = prompt + completion + ("" if completion.endswith(end) else end)
-    texts = [_Texts(-1, prompt, whole, 1.0, bool(completion.strip()))]
-    return _turns(texts, tokenizer, stop_token_ids, add_special_tokens=True)
+    is_plain = not prompt.startswith(tuple(filter(None, tokenizer.all_special_tokens)))
+    texts = [Exchange("the completion", prompt, whole)]
+    return _turns(texts, tokenizer, stop_token_ids, add_special_tokens=is_plain)
+
+
+def without_fills(value: Any, feature: Any = None) -> Any:
+    """Return a value of Arrow without the nulls that fill its structs.
+
+    Arrow gives each struct of a column the keys of all, so that a null is a key which a row does
+    not have. Nulls in lists and in JSON stay.
+
+    Args:
+        value: Structs are mappings.
+        feature: Type of the column, of `datasets`. None: all mappings are structs.
+    """
+    if isinstance(value, Mapping) and (feature is None or isinstance(feature, Mapping)):
+        types = feature or {}
+        return {
+            key: without_fills(inner, types.get(key))
+            for key, inner in value.items()
+            if inner is not None
+        }
+    inner_type = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+    if isinstance(value, list) and (feature is None or inner_type is not None):
+        return [without_fills(inner, inner_type) for inner in value]
+    return value
+
+
+def _is_filled(messages: Sequence[Any]) -> bool:
+    """Return whether messages are structs of Arrow: all have the same keys, some of them null."""
+    if not all(isinstance(message, Mapping) for message in messages):
+        return False
+    keys = [message.keys() for message in messages]
+    nulls = {key for message in messages for key, value in message.items() if value is None}
+    return keys == keys[:1] * len(keys) and not nulls <= {"content"}
 
 
 def fitting(turns: Sequence[Turn], max_tokens: int | None) -> list[Turn]:
@@ -91,66 +103,8 @@ def fitting(turns: Sequence[Turn], max_tokens: int | None) -> list[Turn]:
     ]
 
 
-def _message(at: int, message: Any) -> tuple[dict[str, Any], float]:
-    """Return a message as templates take it, and its weight.
-
-    Keys without a value, which data sets with fixed columns have, are left out, and the arguments
-    of calls are parsed, as servers do.
-    """
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise TypeError(f"message {at} must be a mapping with a role, got {shown(message)}")
-    weight = message.get("weight")
-    weight = 1.0 if weight is None else as_number(f"message {at}: weight", weight)
-    kept = {
-        key: value
-        for key, value in message.items()
-        if key != "weight" and (value is not None or key == "content")
-    }
-    if isinstance(kept.get("tool_calls"), (list, tuple)):
-        kept["tool_calls"] = [_call(call) for call in kept["tool_calls"]]
-    return kept, weight
-
-
-def _call(call: Any) -> Any:
-    """Return a tool call whose arguments are no JSON text but its value."""
-    if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping):
-        return {**call, "function": _call(call["function"])}
-    if isinstance(call, Mapping) and isinstance(call.get("arguments"), str):
-        with suppress(ValueError, RecursionError):
-            return {**call, "arguments": json.loads(call["arguments"])}
-    return call
-
-
-def _rendered(tokenizer: Any, at: int, messages: list[dict[str, Any]], **options: Any) -> str:
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    except Exception as error:  # templates raise what they like
-        first = "the chat template cannot render the messages before it"
-        if not options.get("add_generation_prompt"):
-            first = "the chat template cannot render it"
-        raise ValueError(f"message {at} (assistant): {first}: {error}") from error
-    if not isinstance(text, str) or not text:
-        raise ValueError(f"message {at} (assistant): no text comes before it; give it weight 0")
-    return text
-
-
-def _check_extends(at: int, prompt: str, whole: str) -> None:
-    """Raise unless a message continues the prompt that asks for it."""
-    if whole.startswith(prompt):
-        return
-    pairs = enumerate(zip(prompt, whole, strict=False))
-    place = next((at for at, (one, other) in pairs if one != other), len(whole))
-    asked, rendered = (one_line(repr(one[place : place + _SHOWN])) for one in (prompt, whole))
-    raise ValueError(
-        f"message {at} (assistant): the chat template does not continue its generation prompt: "
-        f"behind {one_line(repr(prompt[max(0, place - _SHOWN) : place]))}, at character {place}, "
-        f"the prompt has {asked} and the conversation {rendered}; give a template, or "
-        "chat_template_kwargs, whose messages begin as it asks for them"
-    )
-
-
 def _turns(
-    texts: Sequence[_Texts],
+    texts: Sequence[Exchange],
     tokenizer: Any,
     stop_token_ids: Collection[int] | None,
     *,
@@ -170,7 +124,7 @@ def _turns(
             added = one.whole[len(one.prompt) :]
             completion = tokenizer([added], add_special_tokens=False)["input_ids"][0]
         size, has_stop = _stop(one, completion, tokenizer, stop_token_ids)
-        ids = as_ids(f"message {one.message}: ids", [*prompt, *completion[:size]])
+        ids = as_ids(f"{one.name}: ids", [*prompt, *completion[:size]])
         if np.array_equal(stream[: ids.size], ids):
             ids = stream[: ids.size]  # the next turn continues it: they share memory
         stream = ids
@@ -178,7 +132,7 @@ def _turns(
             prompt_ids=ids[: len(prompt)],
             completion_ids=ids[len(prompt) :],
             completion_logprobs=np.zeros(size, np.float32),
-            reward=one.reward,
+            reward=one.weight,
             truncated=not has_stop,
         )
         turns.append(turn)
@@ -186,22 +140,18 @@ def _turns(
 
 
 def _stop(
-    one: _Texts, completion: list[int], tokenizer: Any, stops: Collection[int] | None
+    one: Exchange, completion: list[int], tokenizer: Any, stops: Collection[int] | None
 ) -> tuple[int, bool]:
     """Return how many tokens an engine samples for a completion, and whether the last one stops."""
 
     def is_blank(ids: Sequence[int]) -> bool:
         return not tokenizer.decode(ids, skip_special_tokens=True).strip()
 
-    if is_blank(completion) and one.has_text:
-        raise ValueError(
-            f"message {one.message} (assistant): the chat template shows nothing of its content"
-        )
     known = {tokenizer.eos_token_id} if stops is None else {*stops}
     size = next((at for at, token in enumerate(completion, 1) if token in known), 0)
     if size and not is_blank(completion[size:]):
         raise ValueError(
-            f"message {one.message} (assistant): it holds the stop token {completion[size - 1]}, "
+            f"{one.name}: it holds the stop token {completion[size - 1]}, "
             f"{tokenizer.decode([completion[size - 1]])!a}, before its end, so no engine gives it"
         )
     if not size and stops is None:  # templates may end messages with another token than eos

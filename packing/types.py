@@ -147,9 +147,10 @@ class Trajectory:
         once. Log-probabilities are 0.
 
         Args:
-            messages: ``role``, ``content`` and what else the template reads. The key ``weight`` of
-                an assistant's message, 1 if missing, is the reward of its turn; a message of weight
-                0 is no turn, only context. Arguments of tool calls may be JSON text.
+            messages: ``role``, ``content`` (a text, or a list of text parts) and what else the
+                template reads. The key ``weight`` of an assistant's message, 1 if missing, is the
+                reward of its turn; a message of weight 0 is no turn, only context. Arguments of
+                tool calls may be JSON text.
             tokenizer: A Hugging Face tokenizer with a chat template.
             id: Name of the trajectory.
             group: As the attribute.
@@ -166,12 +167,14 @@ class Trajectory:
 
         Raises:
             TypeError: If a message is no mapping with a role, or a weight is no number.
-            ValueError: If no turn is left; if the template cannot render a message, does not
-                continue its generation prompt, or shows nothing of a content; or if a message has
-                a stop token before its end. The error names the message and the place.
+            ValueError: If no turn is left; if a content has an image or another part that is no
+                text; if the template cannot render a message, does not continue its generation
+                prompt, or does not show a content, a call, reasoning that is trained or a tool's
+                name; or if a message has a stop token before its end. The error names the message.
 
         Warns:
-            UserWarning: If messages end without a stop token.
+            UserWarning: If messages end without a stop token, have keys that the template does not
+                show, or are trained with an empty block of thoughts.
 
         Example:
             >>> from trajpack.agent import build_tiny_model

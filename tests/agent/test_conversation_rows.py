@@ -1,12 +1,14 @@
 """Rows of data sets and lines of files become the trajectories of their messages."""
 
+import copy
 import json
 import warnings
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, Features, Json, List, Value
+from tokenizers.processors import TemplateProcessing
 
-from tests.support.chat_tokenizers import chat_tokenizer, said, sums
+from tests.support.chat_tokenizers import chat_tokenizer, said, sums, thought
 from trajpack import Trajectory, pack
 from trajpack.agent import conversations_to_trajectories
 
@@ -32,17 +34,53 @@ def test_rows_are_their_messages_one_after_the_other():
     assert [first, *found] == expected_of(ROWS)
 
 
-def test_a_hugging_face_data_set_is_rows():
-    tool = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
-    chat = [said("user", "1+1?"), said("assistant", None, tool_calls=[tool]), said("tool", "2")]
-    rows = [{"messages": [*chat, *one["messages"]], "tools": "[]"} for one in ROWS]
+def call_row(arguments, schema, **options):
+    """Return a row with a call of a tool, and options of the template."""
+    function = {"name": "look", "description": "Looks.", "parameters": schema}
+    call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+    chat = [said("user", "1+1?"), said("assistant", None, tool_calls=[call]), said("tool", "2")]
+    options = {"chat_template_kwargs": options or {"enable_thinking": False}}
+    return {
+        "messages": [*chat, *sums(1, thinking=False)],
+        "tools": [{"function": function}],
+        **options,
+    }
+
+
+def test_a_row_of_arrow_gives_the_tokens_of_the_row_as_it_was_written():
+    rows = [
+        call_row({"at": {"places": [{"a": "b"}], "x": 1}, "city": "Oslo"}, {"city": {"type": "s"}}),
+        call_row({"at": {"places": [{"c": "d"}], "y": [2]}, "ship": "Fram"}, {"ship": {"max": 3}}),
+        call_row({}, {"ship": {"min": 1}}, enable_thinking=False, style="brief"),
+    ]
+    expected = [one.turns for one in trajectories_of(rows)]
     data_set = Dataset.from_list(rows)
-    assert "tool_calls" in data_set[0]["messages"][0]  # filled in
-    expected = [Trajectory.from_messages(row["messages"], TOKENIZER).turns for row in rows]
-    for given in (data_set, data_set.to_iterable_dataset()):
-        found = trajectories_of(given)
-        assert [one.id for one in found] == ["row-0", "row-1", "row-2"]
-        assert [one.turns for one in found] == expected
+    assert data_set[0]["tools"][0]["function"]["parameters"]["ship"] is None  # filled in
+    for given in (data_set, data_set.to_iterable_dataset(), [*data_set]):
+        kwargs = {"chat_template_kwargs": {"enable_thinking": False}}
+        assert [one.turns for one in trajectories_of(given, **kwargs)] == expected
+
+
+@pytest.mark.parametrize("kind", ["JSON text", "Json", "mapping"])
+def test_a_null_that_was_meant_stays(kind):
+    rows = [call_row({"city": None, "days": [None]}, {}), call_row({"city": "Oslo"}, {})]
+    if kind == "JSON text":
+        for row in rows:
+            function = row["messages"][1]["tool_calls"][0]["function"]
+            function["arguments"] = json.dumps(function["arguments"])
+        rows = Dataset.from_list(rows)
+    elif kind == "Json":
+        text = Value("string")
+        function = {"name": text, "arguments": Json()}
+        call = {"type": text, "function": function}
+        message = {"role": text, "content": text, "tool_calls": List(call)}
+        features = Features(
+            {"messages": List(message), "tools": Json(), "chat_template_kwargs": Json()}
+        )
+        rows = Dataset.from_list(rows, features=features)
+    first, _ = trajectories_of(rows)
+    text = TOKENIZER.decode(first.turns[0].completion_ids)
+    assert '"arguments": {"city": null, "days": [null]}' in text
 
 
 def test_a_file_of_lines_is_rows(tmp_path):
@@ -82,25 +120,33 @@ def test_only_the_messages_of_the_completion_are_turns():
 
 
 @pytest.mark.parametrize("completion", ["5", "5<|im_end|>"])
-def test_texts_are_taken_as_they_are(completion):
-    tokenizer = chat_tokenizer("qwen2_5")
-    (found,) = trajectories_of([{"prompt": "2+3=", "completion": completion}], tokenizer)
-    (turn,) = found.turns
-    assert turn.prompt_ids.tolist() == tokenizer("2+3=")["input_ids"]
-    assert tokenizer.decode(turn.completion_ids) == "5<|im_end|>"
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [("2+3=", "<bos>2+3="), ("<bos>2+3=", "<bos>2+3="), ("<|im_start|>2+3=", "<|im_start|>2+3=")],
+)
+def test_texts_are_taken_as_they_are_with_one_beginning(prompt, completion, expected):
+    tokenizer = copy.deepcopy(chat_tokenizer("qwen2_5"))
+    begin = ("<bos>", tokenizer.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A", pair=None, special_tokens=[begin]
+    )
+    (found,) = trajectories_of([{"prompt": prompt, "completion": completion}], tokenizer)
+    assert tokenizer.decode(found.turns[0].prompt_ids) == expected
+    assert tokenizer.decode(found.turns[0].completion_ids) == "5<|im_end|>"
 
 
 def test_options_of_a_row_come_before_those_of_the_call():
     chat = {"messages": sums(1, thinking=False)}
     rows = [chat, {**chat, "chat_template_kwargs": {"enable_thinking": True}}]
-    off, on = trajectories_of(rows, chat_template_kwargs={"enable_thinking": False})
+    with pytest.warns(UserWarning, match="an empty block of thoughts"):
+        off, on = trajectories_of(rows, chat_template_kwargs={"enable_thinking": False})
     assert len(on.turns[0].completion_ids) > len(off.turns[0].completion_ids)
 
 
 def test_what_is_left_out_is_counted():
     turns = Trajectory.from_messages(sums(3), TOKENIZER).turns
     room = len(turns[0].prompt_ids) + len(turns[0].completion_ids)
-    long = [said("user", "1+1? " * 99), said("assistant", "2")]
+    long = [said("user", "1+1? " * 99), thought("1+1", "2")]
     rows = [{"messages": sums(3)}, {"messages": [said("user", "a")]}, {"messages": long}]
     expected = (
         "of 3 rows 1 have no message of the assistant with a weight other than 0; of 4 turns 3 "

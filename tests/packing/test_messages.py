@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -9,8 +10,16 @@ import torch
 
 from tests.packing.isolation.tiny_models import tiny_model
 from tests.packing.tree.test_tree_models import by_rows, by_tree, exact
-from tests.support.chat_tokenizers import chat_tokenizer, said, sums, thought, trained
-from trajpack import Trajectory, Turn, pack, pack_tree
+from tests.support.chat_tokenizers import (
+    TEMPLATES,
+    chat_tokenizer,
+    said,
+    sums,
+    template_tokenizer,
+    thought,
+    trained,
+)
+from trajpack import Trajectory, pack, pack_tree
 from trajpack.packing.adapters.huggingface import LMHead
 
 TOOL_CALL = {"name": "add", "arguments": {"a": 2, "b": 3}}
@@ -27,6 +36,44 @@ WITH_TOOLS = [
     said("user", "And 1+1?"),
     thought("one and one", "It is 2."),
 ]
+UNTHINKING = pytest.mark.filterwarnings("ignore:from_messages. the chat template puts an empty")
+OFF = {"chat_template_kwargs": {"enable_thinking": False}}
+ASKED, ANSWER = said("user", "Where is vessel Kestrel?"), said("assistant", "Anchored near Bergen.")
+
+
+def calls(*arguments, content="", as_text=False):
+    functions = [
+        {"name": f"find_ship{at}", "arguments": json.dumps(given) if as_text else given}
+        for at, given in enumerate(arguments)
+    ]
+    made = [
+        {"id": f"call0000{at}", "type": "function", "function": one}
+        for at, one in enumerate(functions)
+    ]
+    return said("assistant", content, tool_calls=made)
+
+
+SHIP = {"ship": "Amundsen", "depth": 4321, "nested": {"list": ["Nansen", 8765]}}
+CHART = said("tool", '{"harbour": "Tromso\\nquay"}', tool_call_id="call00000", name="find_ship0")
+SAID = {
+    "Kestrel Bergen": [ASKED, ANSWER],
+    "tersely Kestrel Bergen": [said("system", "Answer tersely."), ASKED, ANSWER],
+    "find_ship0 Amundsen 4321 Nansen 8765": [ASKED, calls(SHIP)],
+    "Searching find_ship0 Amundsen": [ASKED, calls(SHIP, content="Searching charts.")],
+    "find_ship0 4321 find_ship1 Heron": [ASKED, calls(SHIP, {"ship": "Heron"})],
+    "Amundsen Tromso quay Bergen": [ASKED, calls(SHIP) | {"weight": 0}, CHART, ANSWER],
+    "Amundsen harbour Vardo": [
+        ASKED,
+        calls(SHIP),
+        CHART | {"content": {"harbour": "Vardo"}},
+        ANSWER,
+    ],
+    "developed Kestrel": [said("developer", "Be developed."), ASKED, ANSWER],
+    "Ponder Bergen": [ASKED, ANSWER | {"reasoning_content": "Ponder maps."}],
+    "Ponder Kestrel": [ASKED, ANSWER | {"thinking": "Ponder maps."}],
+    "Ponder vessel Bergen": [ASKED, thought("Ponder maps.", "Anchored near Bergen.")],
+}
+"""Conversations, with words that their last turn must have."""
 
 
 def turns_of(messages, tokenizer, **options):
@@ -40,6 +87,7 @@ def inference_ids(tokenizer, messages, **options):
     )
 
 
+@UNTHINKING
 @pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "gptoss", "llama3_1"])
 @pytest.mark.parametrize("messages", [sums(3), sums(3, thinking=False), WITH_TOOLS], ids=len)
 def test_prompts_are_those_of_inference_and_completions_what_the_message_adds(family, messages):
@@ -85,6 +133,7 @@ def test_memory_of_a_conversation_is_its_tokens_where_the_prefix_holds():
     assert np.shares_memory(first.completion_ids, last.prompt_ids)
 
 
+@UNTHINKING
 @pytest.mark.parametrize("layout", ["merged", "turns", "tree"])
 def test_loss_and_gradients_are_those_of_one_conversation_at_a_time(layout):
     tokenizer, model = chat_tokenizer("qwen3"), tiny_model("qwen3")
@@ -107,14 +156,55 @@ def test_loss_and_gradients_are_those_of_one_conversation_at_a_time(layout):
         torch.testing.assert_close(value.grad, wanted[name], rtol=1e-9, atol=1e-12)
 
 
-def test_arguments_of_calls_may_be_json_and_keys_without_a_value_are_none():
-    tokenizer = chat_tokenizer("qwen3")
-    columns = ("role", "content", "tool_calls", "reasoning_content", "weight")
-    filled = [{key: one.get(key) for key in columns} for one in WITH_TOOLS]
-    text = {"name": "add", "arguments": json.dumps(TOOL_CALL["arguments"])}
-    filled[2]["tool_calls"] = [{"type": "function", "function": text}]
-    expected = turns_of(WITH_TOOLS, tokenizer, tools=[TOOL])
-    assert turns_of(filled, tokenizer, tools=json.dumps([TOOL])) == expected
+@pytest.mark.filterwarnings("ignore:from_messages")
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_all_that_is_said_is_in_the_tokens_or_refused(name):
+    tokenizer = template_tokenizer(name)
+    for words, chat in SAID.items():
+        own = ""
+        try:
+            asked = tokenizer.apply_chat_template(
+                chat[:-1], tokenize=False, add_generation_prompt=True
+            )
+            own = tokenizer.apply_chat_template(chat, tokenize=False)
+            own = own if own.startswith(asked) and "{'" not in own else ""
+        except Exception:  # noqa: BLE001 - templates raise what they like
+            pass
+        try:
+            *_, turn = turns_of(chat, tokenizer)
+        except ValueError:
+            if all(message["role"] != "assistant" for message in chat[:-1]):
+                assert any(word not in own for word in words.split()), words
+            continue
+        text = tokenizer.decode([*turn.prompt_ids, *turn.completion_ids])
+        assert not [word for word in words.split() if word not in text]
+        assert "{'" not in text[text.index("Kestrel") :]
+
+
+@pytest.mark.filterwarnings("ignore:from_messages")
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_forms_of_one_conversation_give_the_same_tokens(name):
+    """Parts or texts, JSON or its value, with and without the nulls of Arrow."""
+    tokenizer = template_tokenizer(name)
+    plain = [said("system", "Be brief."), ASKED, calls(SHIP), said("tool", "Tromso"), ANSWER]
+    parts = [
+        one | {"content": [{"type": "text", "text": one["content"], "image": None}]}
+        for one in plain
+    ]
+    parts[2] = calls(SHIP, content=None, as_text=True)
+    filled = [{"name": None, "tool_calls": None} | one for one in plain]
+    filled[2]["tool_calls"] = calls(SHIP | {"port": None})["tool_calls"]
+
+    def outcome(chat):
+        try:
+            return turns_of(chat, tokenizer)
+        except ValueError:
+            return None
+
+    if (expected := outcome(plain)) is None and outcome(parts) is not None:
+        assert name in {"idefics3", "llava_next", "smolvlm"}  # they show nothing but parts
+        return
+    assert outcome(parts) == outcome(filled) == expected
 
 
 def test_a_message_without_weight_is_context_and_others_weigh_as_they_say():
@@ -161,12 +251,38 @@ def test_a_template_that_does_not_continue_its_prompt_is_named_with_the_place():
     assert int(re.search(r"character (\d+)", str(raised.value))[1]) == text.rindex("<think>")
 
 
-def test_chat_template_kwargs_reach_the_template():
-    tokenizer = chat_tokenizer("qwen3")
-    options = {"chat_template_kwargs": {"enable_thinking": False}}
-    (turn,) = turns_of(sums(1, thinking=False), tokenizer, **options)
-    assert tokenizer.decode(turn.prompt_ids).endswith("<think>\n\n</think>\n\n")
-    assert tokenizer.decode(turn.completion_ids) == "The sum is 2.<|im_end|>"
+@pytest.mark.parametrize(
+    ("family", "more", "options", "expected"),
+    [
+        ("qwen3", {}, {}, r"empty block of thoughts .* chat_template_kwargs=.'enable_thinking': F"),
+        ("qwen3_5_think", {}, {}, "puts an empty block of thoughts"),
+        ("deepseekv3", {}, {}, "opens thoughts in its generation prompt"),
+        ("qwen2_5", {"mood": "grim"}, {}, "does not show the key 'mood' of messages of the role a"),
+        ("qwen3", {}, OFF, None),
+        ("qwen3_5_think", {}, OFF, None),
+        ("qwen2_5", {"name": None, "tool_calls": []}, {}, None),
+    ],
+)
+def test_what_the_template_adds_or_leaves_out_is_warned_of(family, more, options, expected):
+    for _ in range(2):  # also where the shape of the messages is known
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            (turn,) = turns_of([ASKED, ANSWER | more], chat_tokenizer(family), **options)
+        assert [bool(re.search(expected or "", str(one.message))) for one in seen] == [True] * bool(
+            expected
+        )
+        text = chat_tokenizer(family).decode(turn.completion_ids)
+        assert text.startswith("Anchored near Bergen.") or "empty" in expected
+
+
+@pytest.mark.parametrize("arguments", [{"a": 1, "b": "x"}, '{"a": 1, "b": "x"}', "{not JSON"])
+def test_a_template_that_takes_arguments_as_text_is_given_a_text(arguments):
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+    tokenizer = chat_tokenizer("deepseekv3")
+    with pytest.warns(UserWarning, match="opens thoughts"):
+        (turn,) = turns_of([ASKED, said("assistant", None, tool_calls=[call])], tokenizer)
+    assert f"add\n```json\n{text}\n```" in tokenizer.decode(turn.completion_ids)
 
 
 def test_a_token_over_the_end_of_the_prompt_is_never_made():
@@ -210,10 +326,23 @@ def test_messages_without_a_stop_token_are_truncated_and_warned_of():
 @pytest.mark.parametrize(
     ("messages", "family", "expected"),
     [
-        ([said("user", "a"), said("assistant", "5<|im_end|>6")], "qwen3",
+        ([said("user", "a"), said("assistant", "5<|im_end|>6")], "qwen2_5",
          r"message 1 \(assistant\): it holds the stop token \d+, '<\|im_end\|>', before its end"),
         ([said("user", "a"), said("assistant", "5")], "smolvlm",
-         r"message 1 \(assistant\): the chat template shows nothing of its content"),
+         r"message 1 \(assistant\): the chat template does not show the content of it"),
+        ([ASKED, calls(SHIP)], "gemma3", "message 1 .*does not show the tool_calls of it"),
+        ([ASKED, calls({})], "phi3", "message 1 .*does not show the tool_calls of it"),
+        ([ASKED, calls(SHIP, SHIP)], "gptoss", "message 1 .*does not show the tool_calls of it"),
+        ([ASKED, calls(SHIP) | {"weight": 0}, ASKED, ANSWER], "phi3",
+         r"message 3 .*does not show the tool_calls of message 1 \(assistant\) before it"),
+        ([ASKED, ANSWER | {"reasoning": "a"}], "llama3_1", "message 1 .*show the reasoning of it"),
+        ([said("developer", "a"), ASKED, ANSWER], "qwen3",
+         r"message 2 .*does not show the content of message 0 \(developer\) before it"),
+        ([ASKED, calls(SHIP), said("tool", {"a": "b"}), ANSWER], "qwen2_5",
+         r"message 3 .*show the content of message 2 \(tool\) before it"),
+        ([said("user", [{"type": "text", "text": "a"}, {"type": "image", "url": "a"}]), ANSWER],
+         "qwen3", r"message 0 \(user\): a part of its content has the type 'image', and only te"),
+        ([said("user", [{"video": "a.mp4"}, "b"]), ANSWER], "qwen3", ".*has the type 'video'"),
         ([said("assistant", "5")], "llama3_1", r"message 0 \(assistant\): the chat template ca"),
         ([said("user", "a"), {"content": "b"}], "qwen3", "message 1 must be a mapping with a role"),
         ([said("assistant", "b", weight="1")], "qwen3", "message 0: weight must be a number, got"),
@@ -224,12 +353,23 @@ def test_what_no_engine_gives_is_refused_by_its_place(messages, family, expected
         Trajectory.from_messages(messages, chat_tokenizer(family))
 
 
-def test_tools_that_are_no_json_are_refused():
-    with pytest.raises(ValueError, match="tools must be JSON where they are a text"):
-        Trajectory.from_messages(sums(1), chat_tokenizer("qwen3"), tools="add")
+@pytest.mark.parametrize(
+    ("family", "tools", "expected"),
+    [
+        ("qwen3", "add", "tools must be JSON where they are a text"),
+        ("gemma3", [TOOL], "the chat template does not name the tools add; give a template that"),
+        ("phi3", json.dumps([TOOL]), "the chat template does not name the tools add; give a temp"),
+    ],
+)
+def test_tools_that_are_not_declared_are_refused(family, tools, expected):
+    with pytest.raises(ValueError, match=expected):
+        Trajectory.from_messages([ASKED, ANSWER], chat_tokenizer(family), tools=tools, **OFF)
 
 
-def test_turns_are_plain_turns():
-    (turn,) = turns_of([said("user", "2+3?"), said("assistant", "5")], chat_tokenizer("qwen2_5"))
-    assert type(turn) is Turn
-    assert turn.prompt_ids.dtype == turn.completion_ids.dtype == np.int32
+def test_thoughts_that_the_history_loses_are_no_fault():
+    tokenizer = chat_tokenizer("gptoss")
+    looked = calls({"a": "b"}, content="Ponder maps.")
+    chat = [ASKED, looked, said("tool", "c"), ANSWER | {"weight": 0}, ASKED, ANSWER]
+    first, last = turns_of(chat, tokenizer)
+    assert "Ponder maps." in tokenizer.decode(first.completion_ids)
+    assert "Ponder maps." not in tokenizer.decode(last.prompt_ids)

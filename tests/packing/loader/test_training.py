@@ -11,6 +11,7 @@ from trajpack.agent import conversations_to_trajectories
 from trajpack.packing.adapters.huggingface import LMHead, register_tree_attention
 
 
+@pytest.mark.filterwarnings("ignore:from_messages. the chat template puts an empty block")
 @pytest.mark.parametrize(("layout", "capacity"), [("merged", 300), ("turns", 300), ("tree", 200)])
 def test_loss_and_gradients_of_a_step_are_those_of_one_conversation_at_a_time(layout, capacity):
     tokenizer, model = chat_tokenizer("qwen3"), tiny_model("qwen3")

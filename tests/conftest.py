@@ -122,12 +122,12 @@ def warm_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmProg
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[None]:
+def cluster() -> Iterator[Any]:
     """Run a Ray cluster, one for all tests that are dealt to the worker (see ``dealing``)."""
     from tests.agent.ray.ray_cases import running_cluster
 
-    with running_cluster():
-        yield
+    with running_cluster() as cluster:
+        yield cluster
 
 
 @pytest.fixture

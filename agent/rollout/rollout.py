@@ -121,11 +121,7 @@ class Rollout:
                 problem = "" if isinstance(cause, SetupError) else "a worker cannot start: "
                 raise SetupError(f"{problem}{first_line(cause)}") from error
 
-            def tell(progress: Progress) -> None:
-                counts = {"num_turns": workers.num_turns, "num_tokens": workers.num_tokens}
-                on_progress(replace(progress, **counts))
-
-            yield workers.runner(on_progress=on_progress and tell, **options)
+            yield workers.runner(on_progress=on_progress, **options)
 
     @asynccontextmanager
     async def parts(

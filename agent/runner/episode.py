@@ -90,7 +90,7 @@ class RunnerContext:
             self.others.remove(what)
 
     def _waits_for(self) -> str:
-        if self.gate.is_still or getattr(self.agent, "is_remote", False):
+        if self.gate.is_still or getattr(self.engine, "is_remote", False):
             return ""  # of episodes elsewhere no sign comes
         if not self.num_attempts:
             return f"waiting for {self.others[0]}" if self.others else ""
@@ -320,7 +320,12 @@ async def attempt_episode(
     attempt = Attempt(prompt.id, context, count_turn)
     timeout_s = context.policy.episode_timeout_s
     late = EpisodeTimeoutError(prompt.id, f"not finished within {timeout_s} s")
-    return await context.gate.in_time(_collect(attempt, prompt), timeout_s, late)
+    found = await context.gate.in_time(_collect(attempt, prompt), timeout_s, late)
+    if not attempt.num_requests and count_turn is not None:  # sampled elsewhere
+        for trajectory in found:
+            for turn in trajectory.turns:
+                count_turn(turn)
+    return found
 
 
 async def _collect(attempt: Attempt, prompt: Prompt) -> Sequence[Trajectory]:

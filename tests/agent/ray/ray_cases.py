@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import signal
+import sys
 import zlib
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from trajpack.agent.errors import EngineEndedError
 from trajpack.agent.protocols import (
     Environment,
     Generate,
@@ -29,40 +32,35 @@ ROOT = Path(__file__).parents[3]
 
 
 class ScriptedEngine:
-    """Samples one token: the number that its weights are; the version is that of the weights."""
+    """Samples the number that its weights are, their version, and the tokens allowed."""
 
     def __init__(self, delay_s: float, load_s: float = 0.0) -> None:
-        self._load_s = load_s
         self.version = 0
-        self.number = 100
-        self._delay_s = delay_s
+        self._number = 100
+        self._delay_s, self._load_s = delay_s, load_s
 
     async def update_weights(self, state_dict: dict[str, torch.Tensor], version: int) -> None:
         if int(state_dict.get("victim", 0)) == os.getpid():
             os.kill(os.getpid(), signal.SIGKILL)
         await asyncio.sleep(self._load_s)
-        self.number = int(state_dict["number"]) if "number" in state_dict else 100 + version
+        self._number = int(state_dict["number"])
         self.version = version
 
-    async def __aenter__(self) -> ScriptedEngine:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        return None
-
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
+        if request.qid.startswith("deadly"):
+            raise EngineEndedError(request.qid, "out of memory")
         await asyncio.sleep(self._delay_s)
-        qid, ids, _ = request
-        sampled, version = [self.number, self.version], self.version
-        return GenerationOutput(qid, ids, sampled, [-0.5, -0.25], False, version, version)
-
-
-class RightAnswers:
-    async def reset(self) -> None:
-        return None
-
-    async def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        return None, 1.0, True, False, {}
+        sampled = [self._number, self.version, request.sampling.max_new_tokens]
+        return GenerationOutput(
+            request.qid,
+            request.token_ids,
+            sampled,
+            [-0.5, -0.25, -0.125],
+            False,
+            self.version,
+            self.version,
+            stop_reason="tool",
+        )
 
 
 @dataclass(frozen=True)
@@ -70,28 +68,30 @@ class NotingAgent:
     """Has two turns, and writes ``qid pid`` to a file before the first."""
 
     notes: Path
-    num_turns: int = 2
 
     async def run(self, prompt: Prompt, env: Environment, generate: Generate) -> list[Trajectory]:
-        with self.notes.open("a") as file:
-            file.write(f"{prompt.id} {os.getpid()}\n")
-        if prompt.id.startswith("bad"):
+        self._note(prompt.id, os.getpid())
+        if prompt.task == "bad":
             raise KeyError("no such thing")
-        if prompt.id.startswith("endless"):
-            await self._wait_for_ever(prompt.id)
+        if prompt.task == "endless":
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                self._note(prompt.id, 0)
         turns, ids = [], list(prompt.input_ids)
-        for _ in range(self.num_turns):
+        for _ in range(2):
             turn = await generate(ids)
-            turns.append(replace(turn, reward=float(zlib.crc32(prompt.id.encode()) % 3)))
+            turns.append(replace(turn, reward=reward_of(prompt.task)))
             ids = [*ids, *turn.completion_ids, 7]
-        return [Trajectory(prompt.id, turns)]
+        return [Trajectory(prompt.id, turns, truncated=True)]
 
-    async def _wait_for_ever(self, qid: str) -> None:
-        try:
-            await asyncio.get_running_loop().create_future()
-        finally:
-            with self.notes.open("a") as file:
-                file.write(f"{qid} 0\n")
+    def _note(self, qid: str, pid: int) -> None:
+        with self.notes.open("a") as file:
+            file.write(f"{qid} {pid}\n")
+
+
+def reward_of(task: str) -> float:
+    return float(zlib.crc32(task.encode()) % 3)
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,7 @@ class MakeScripted:
         if self.stillborn is not None and not self.stillborn.exists():
             self.stillborn.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        async with ScriptedEngine(self.delay_s, self.load_s) as engine:
-            yield engine, NotingAgent(self.notes), RightAnswers()
+        yield ScriptedEngine(self.delay_s, self.load_s), NotingAgent(self.notes), None
 
     def started(self) -> list[tuple[str, int]]:
         """Return which episode began in which process, in order."""
@@ -122,12 +121,23 @@ def prompts(count: int) -> list[Prompt]:
 
 
 @contextmanager
-def running_cluster() -> Iterator[None]:
+def running_cluster() -> Iterator[Any]:
     """Run a cluster of this machine whose workers can import the tests; nothing of it stays."""
     # Ray starts a process for each core at once; what runs here asks for parts of one.
-    with ExitStack() as cluster:
-        with pytest.MonkeyPatch.context() as patch:  # its processes keep what they begin with
-            patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'src'}")
-            patch.setenv("RAY_worker_niceness", "0")  # else other tests leave it no processor
-            cluster.enter_context(local_cluster(num_cpus=2, object_store_bytes=200 << 20))
-        yield
+    with pytest.MonkeyPatch.context() as patch:  # its processes keep what they begin with
+        patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'src'}")
+        patch.setenv("RAY_worker_niceness", "0")  # else other tests leave it no processor
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        if "ray" not in sys.modules:  # Ray listens on all addresses
+            patch.setenv("RAY_AUTH_MODE", "token")
+            patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        from ray.cluster_utils import Cluster
+
+        size = {"num_cpus": 2, "object_store_memory": 100 << 20, "include_dashboard": False}
+        cluster = Cluster(initialize_head=True, head_node_args=size)
+        try:
+            patch.setenv("RAY_ADDRESS", cluster.address)
+            with local_cluster(num_cpus=0):
+                yield cluster
+        finally:
+            cluster.shutdown()

@@ -26,7 +26,7 @@ needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="
 
 def test_the_guide_quotes_the_example() -> None:
     quoted = re.findall(r"```py\n(.*?)```", (ROOT / "docs" / "ray.md").read_text(), re.DOTALL)
-    assert len(quoted) == 3
+    assert len(quoted) == 2
     for block in quoted:
         assert block in EXAMPLE.read_text()
 

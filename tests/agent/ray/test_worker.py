@@ -1,13 +1,23 @@
-"""Weights and errors as a worker sends and receives them."""
+"""The actor of a worker without a cluster: weights and errors as it takes and gives them."""
 
 from __future__ import annotations
 
+import asyncio
 import pickle
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
+import pytest
 import torch
 
 from trajpack.agent.errors import EngineEndedError, EpisodeError, EpisodeTimeoutError
-from trajpack.agent.ray.worker import Weights, portable
+from trajpack.agent.protocols import Prompt
+from trajpack.agent.ray import RolloutWorkers, WorkerOptions
+from trajpack.agent.ray.worker import RolloutWorker, Weights
+from trajpack.agent.servers.vllm import VLLMEngine
+
+pytest.importorskip("ray")
 
 
 def test_weights_of_any_dtype_are_views_of_what_was_sent():
@@ -31,10 +41,55 @@ class OwnError(EpisodeTimeoutError):
         super().__init__(qid, f"took {seconds} s")
 
 
-def test_errors_travel_as_the_nearest_kind_that_every_process_knows():
-    error = portable(OwnError("q0@0", 3.0), "q0@0")
-    assert type(error) is EpisodeTimeoutError
-    assert str(pickle.loads(pickle.dumps(error))) == "episode 'q0@0': took 3.0 s"
-    wrapped = EpisodeError("q0@0", "no reply")
-    wrapped.__cause__ = EngineEndedError("q0@0", "out of memory")
-    assert type(portable(wrapped, "q0@0")) is EngineEndedError
+def ended(qid: str) -> EpisodeError:
+    error = EpisodeError(qid, "no reply")
+    error.__cause__ = EngineEndedError(qid, "out of memory")
+    return error
+
+
+class Idle:
+    """An engine that is not asked."""
+
+    version = 0
+
+
+@pytest.mark.parametrize(
+    ("make_error", "kind", "text"),
+    [
+        (lambda qid: OwnError(qid, 3.0), EpisodeTimeoutError, "took 3.0 s"),
+        (lambda qid: KeyError("answer"), EpisodeError, "KeyError: 'answer'"),
+        (ended, EngineEndedError, "no reply"),
+    ],
+)
+def test_errors_travel_as_the_nearest_kind_that_every_process_knows(make_error, kind, text):
+    async def run(prompt: Prompt, env: Any, generate: Any) -> list[Any]:
+        raise make_error(prompt.id)
+
+    @asynccontextmanager
+    async def make(number: int) -> AsyncIterator[Any]:
+        yield Idle(), run, None
+
+    async def body() -> Any:
+        worker = RolloutWorker(make, 0)
+        await worker.enter()
+        return await worker.roll_out(Prompt("q0@0", [1]), None)
+
+    error = pickle.loads(pickle.dumps(asyncio.run(body())))
+    assert type(error) is kind
+    assert str(error) == f"episode 'q0@0': {text}"
+
+
+def test_an_engine_that_a_worker_has_not_entered_is_an_error_at_its_start():
+    @asynccontextmanager
+    async def make(number: int) -> AsyncIterator[Any]:
+        yield VLLMEngine("http://127.0.0.1:9"), None, None
+
+    with pytest.raises(RuntimeError, match="this VLLMEngine has not been entered: use it within"):
+        asyncio.run(RolloutWorker(make, 0).enter())
+
+
+def test_numbers_that_no_cluster_has_are_refused():
+    for num_workers, concurrency, name in ((0, 1, "num_workers"), (1, 0, "concurrency")):
+        options = WorkerOptions(concurrency=concurrency)
+        with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+            RolloutWorkers(None, num_workers, options=options)

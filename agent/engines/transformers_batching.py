@@ -191,10 +191,7 @@ def read_eos(model: Any, eos_token_id: int | list[int] | None) -> frozenset[int]
 def load_weights(
     batching: Any, model: Any, state_dict: Mapping[str, Any], when_loaded: Callable[[], None]
 ) -> None:
-    """Copy weights into ``model`` while ``batching`` stands still between two steps.
-
-    Blocks until the running step has ended. ``when_loaded`` is called before generation
-    goes on.
+    """Copy weights into ``model`` and call ``when_loaded`` between two steps of ``batching``.
 
     Raises:
         TypeError, ValueError: If names differ from the model's, or a value cannot be copied to its

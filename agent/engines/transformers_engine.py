@@ -1,8 +1,7 @@
 """The embedded engine: transformers continuous batching behind the `Engine` protocol.
 
-Each sampled token is reported to the event loop by a callback. A weight update schedules its
-callback in the same first-in, first-out queue while generation is paused, so tokens reported
-before it are of the older weights and tokens reported after it of the newer ones.
+Each sampled token is reported to the event loop by a callback. A weight update schedules its own
+in the same queue while generation is paused, so tokens reported before it are of older weights.
 """
 
 from __future__ import annotations
@@ -166,10 +165,9 @@ class TransformersEngine(ServedEngine):
                 self._batching.output_router.result_handlers.pop(request_id, None)
 
     async def update_weights(self, state_dict: Mapping[str, torch.Tensor], version: int) -> None:
-        """Load new weights between two tokens; generation stands still, no request is lost.
+        """Load new weights between two tokens; no request is lost.
 
-        Requests in flight keep the cache that older weights filled. Each of their tokens
-        is reported with the version that sampled it.
+        Requests in flight keep the cache that older weights filled.
 
         Args:
             state_dict: A dense tensor for every weight of the model; weights tied to another may

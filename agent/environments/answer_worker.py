@@ -1,9 +1,8 @@
 """Worker process that checks answers and may be killed at any time.
 
-`MathVerifyEnvironment` runs this file as a script, by its path, so that neither the package nor
-torch nor the user's script is imported. A request is ``(solutions, gym, answer, seconds)``, a
-reply one byte; the first byte, `READY`, follows the imports. The process ends with its input, or
-when a request exceeds its time.
+`MathVerifyEnvironment` runs this file by its path, so that neither the package nor the user's
+script is imported. A request is ``(solutions, gym, answer, seconds)``, a reply one byte; the first,
+`READY`, follows the imports.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ _DELIMITERS = ("\\boxed", "\\(", "\\[")
 def is_equal(solutions: Sequence[str], answer: str) -> bool:
     r"""Return whether the final answer of a text equals one of ``solutions``.
 
-    Solutions are numbers or LaTeX, bare, between dollars or in ``\boxed{}``. A literal copy of a
-    solution, alone or in a box, is right. Has no time limit.
+    They are numbers or LaTeX, bare, between dollars or in ``\boxed{}``; a literal copy is right.
     """
     from math_verify import parse, verify
 
@@ -54,8 +52,8 @@ def is_equal(solutions: Sequence[str], answer: str) -> bool:
 def is_full_score(task: str, entry: Mapping[str, Any], answer: str) -> bool:
     """Return whether reasoning-gym's scorer gives the final answer the score 1.
 
-    A literal copy of the entry's answer is right without a scorer. Any other text must satisfy
-    `is_arithmetic`, since scorers evaluate it.
+    A literal copy of the entry's answer is right. Any other must satisfy `is_arithmetic`, since
+    scorers evaluate it.
     """
     finals = final_answers(answer)
     own = entry.get("answer")
@@ -66,10 +64,7 @@ def is_full_score(task: str, entry: Mapping[str, Any], answer: str) -> bool:
 
 
 def is_arithmetic(text: str) -> bool:
-    """Return whether a text has numbers, operators and known names only.
-
-    Names are single letters and common functions. The text has no quotes, underscores, attribute
-    access or names of Python objects, so its evaluation only computes a value.
+    """Return whether a text has numbers, operators, single letters and common functions only.
 
     Example:
         >>> is_arithmetic("2*x**3 + sqrt(x)"), is_arithmetic("eval(x)"), is_arithmetic("x.y")

@@ -16,9 +16,8 @@ from trajpack.agent.environments.program_runner import BubblewrapRunner
 from trajpack.packing.representation import brief_repr
 
 RunProgram = Callable[[str, str], Awaitable[tuple[str, str]]]
-"""Runs a Python program, the first string, with the second as standard input; returns its outcome,
-``"exited"`` or a word for the failure, and its standard output. It raises if the program was not
-run, and stops the program when it is cancelled."""
+"""Runs a program, the first string, with the second as standard input; returns its outcome,
+``"exited"`` or a word for the failure, and its standard output. It raises if it did not run it."""
 
 _MAX_ANSWER_CHARS = 65_536
 _COLLECTIONS = {"set", "frozenset", "tuple", "list", "sorted"}
@@ -70,8 +69,7 @@ class CodeEnvironment(JudgingEnvironment[CodeProblem]):
 
     Args:
         problems: All problems of the rollout.
-        run_program: Runs one program: ``await run_program(program, stdin)`` returns
-            ``(outcome, output)``, as a `BubblewrapRunner` does, which is the default.
+        run_program: Runs one program, as a `BubblewrapRunner` does, which is the default.
         workers: Programs that run at the same time; the number of cores if None.
 
     Raises:

@@ -30,10 +30,8 @@ class GymnasiumEnvironment:
     """Steps one Gymnasium environment for each episode, in threads.
 
     Actions are those of an `EnvironmentAgent`: an `Opening` resets an instance; ``(qid, [text])``
-    steps it; a `Closing` releases it for other episodes. There are as many instances as concurrent
-    episodes, created when needed and reused. An instance that raised is closed and not reused.
-
-    It must be closed, by `close` or ``async with``.
+    steps it; a `Closing` releases it for other episodes. Instances are made when needed and reused,
+    unless they raised. It must be closed, by `close` or ``async with``.
 
     Args:
         make_env: Returns a new instance: an object with ``reset(seed=...)``, which returns
@@ -81,9 +79,8 @@ class GymnasiumEnvironment:
         """Open, step or close an episode.
 
         Returns:
-            ``(observation, rewards, terminated, truncated, info)``, with one reward for a text and
-            none for an `Opening` or a `Closing`. ``info`` comes from the instance, or is
-            ``{"invalid_action": True}`` where the text was no action.
+            ``(observation, rewards, terminated, truncated, info)``, with one reward for a text.
+            ``info`` is the instance's, or ``{"invalid_action": True}`` where the text was none.
 
         Raises:
             ValueError: If no episode has this ``qid``, or the answers are not a list of one text.

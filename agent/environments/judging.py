@@ -39,11 +39,7 @@ class JudgingEnvironment(ABC, Generic[T]):
     async def step(
         self, action: tuple[str, Sequence[str]]
     ) -> tuple[None, list[bool], bool, bool, dict[str, Any]]:
-        """Judge the answers to one question.
-
-        Returns:
-            ``(None, successes, True, False, info)`` with one success per answer; for ``info`` see
-            the class.
+        """Return ``(None, successes, True, False, info)``, with one success per answer.
 
         Raises:
             ValueError: If no question has this ``qid``.

@@ -50,16 +50,11 @@ class Question:
 def load_questions(path: str | os.PathLike[str], limit: int | None = None) -> list[Question]:
     r"""Read questions from a JSONL file, one object per line.
 
-    A line has a question: ``question``, ``prompt`` or ``messages``, a string or a list of chat
-    messages. It has accepted answers: ``solutions``, a list of strings, or ``answer``. An
-    ``answer`` is a number, a string without spaces, or a text with the final answer after
-    ``####``, GSM8K's form. ``query_id`` or ``id`` and ``task_id`` (an integer) are optional; a
-    question without id is called after the file and the line, ``gsm8k_test-1``. Blank lines are
-    skipped.
-
-    Args:
-        path: Path of the file.
-        limit: Most questions to read; later lines are neither read nor checked.
+    A line has a ``question``, ``prompt`` or ``messages``, a string or a list of chat messages, and
+    ``solutions``, a list of strings, or an ``answer``: a number, a string without spaces, or a text
+    with the final answer after ``####``, GSM8K's form. ``query_id`` or ``id`` and ``task_id`` (an
+    integer) are optional; a question without id is called after the file and the line,
+    ``gsm8k_test-1``. Blank lines are skipped, and lines after ``limit`` questions not read.
 
     Raises:
         ValueError: If a line is malformed (with file and line number), the file has no question, or
@@ -174,12 +169,7 @@ def arithmetic_questions(size: int, seed: int) -> list[Question]:
 
 
 def reasoning_gym_questions(name: str = "chain_sum", *, size: int, seed: int) -> list[Question]:
-    """Generate questions of one reasoning-gym task.
-
-    Args:
-        name: Task, as reasoning-gym names it; the default has sums and differences of integers.
-        size: Number of questions.
-        seed: Equal seeds give equal questions.
+    """Generate questions of one reasoning-gym task; equal seeds give equal questions.
 
     Raises:
         ValueError: If ``size`` is not positive or no such task exists.

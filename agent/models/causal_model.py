@@ -24,11 +24,12 @@ def first_line(error: BaseException) -> str:
 @contextmanager
 def refused(problem: str, *kinds: type[Exception]) -> Iterator[None]:
     """Convert errors of these kinds, or of values, into a `SetupError` of one line."""
+    caught: tuple[type[Exception], ...] = (ValueError, *kinds)
     try:
         yield
     except SetupError:
         raise
-    except (ValueError, *kinds) as error:
+    except caught as error:
         raise SetupError(f"{problem}{first_line(error)}") from error
 
 

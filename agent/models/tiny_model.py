@@ -116,7 +116,7 @@ def _build(
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
     # Without a split at words, the agent's feedback becomes a single token.
-    split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not has_digits)
+    split: Any = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not has_digits)
     if has_digits:
         digits = pre_tokenizers.Digits(individual_digits=True)
         split = pre_tokenizers.Sequence([digits, split])

@@ -79,7 +79,6 @@ def start_as(
     stdin: str = "",
     at_once: int = 2,
     cancel_s: float | None = None,
-    prefix: Sequence[str] = (),
     **limits: Any,
 ) -> subprocess.Popen[bytes]:
     """Start a process of a user that runs programs and prints their results.
@@ -89,13 +88,12 @@ def start_as(
         programs: To be run, each with ``stdin`` and within ``limits``.
         at_once: Programs at the same time.
         cancel_s: Seconds after which each program is cancelled.
-        prefix: Command that runs the process.
     """
     command, options = command_of(user)
     request = {"sources": str(SOURCES), "programs": list(programs), "stdin": stdin}
     request |= {"at_once": at_once, "cancel_s": cancel_s, "limits": limits}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen([*prefix, *command, _RUN], **pipes, **options)
+    process = subprocess.Popen([*command, _RUN], **pipes, **options)
     assert process.stdin is not None
     process.stdin.write(json.dumps(request).encode())
     process.stdin.close()
@@ -108,13 +106,6 @@ def run_as(user: str, programs: Sequence[str], **options: Any) -> list[tuple[str
     output, errors = start_as(user, programs, **options).communicate()
     assert not errors, errors.decode()
     return [(outcome, text) for outcome, text in json.loads(output)]
-
-
-def error_of(user: str, **options: Any) -> str:
-    """Return the error that comes in place of a runner; options as `start_as` takes them."""
-    output, errors = start_as(user, [], **options).communicate()
-    assert not output
-    return errors.decode()
 
 
 def processes(limits: dict[str, Any]) -> set[int]:

@@ -192,26 +192,6 @@ def test_an_invalid_action_is_reported_to_the_model() -> None:
     assert prompts[1].endswith(f"nine{END}\n<user>That is no action.\nguess{END}\n<assistant>")
 
 
-def test_frozen_lake_is_played() -> None:
-    def walk(text: str) -> int:
-        return ["left", "down", "right", "up"].index(text.strip())
-
-    def make_lake() -> Any:
-        return gymnasium.make("FrozenLake-v1", is_slippery=False)
-
-    async def play() -> Any:
-        agent = make(max_turns=20)
-        env = GymnasiumEnvironment(make_lake, to_text=lambda at: f"field {at}", to_action=walk)
-        async with env:
-            way = ["down", "down", "right", "right", "down", "right"]
-            says = [f"{step}{END}" for step in way]
-            return await collect_async(agent, env, says, prompt=prompt(agent))
-
-    trajectory, prompts = asyncio.run(play())
-    assert [turn.reward for turn in trajectory.turns] == [0, 0, 0, 0, 0, 1]
-    assert prompts[-1].endswith(f"down{END}\n<user>field 14{END}\n<assistant>")
-
-
 OPEN, CLOSE = Opening("q@0"), Closing("q@0")
 
 

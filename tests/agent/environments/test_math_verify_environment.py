@@ -150,25 +150,6 @@ def test_a_worker_that_cannot_start_raises(use_worker: Callable[..., None]) -> N
         step(RIGHT)
 
 
-def wait_until_started(env: MathVerifyEnvironment) -> None:
-    while env._workers[0]._child is None:
-        time.sleep(0.01)
-
-
-def test_closing_while_a_worker_starts_is_reported(use_worker: Callable[..., None]) -> None:
-    use_worker(start="time.sleep(60)")
-
-    async def ask() -> None:
-        env = MathVerifyEnvironment([question("q", "18")], workers=1)
-        waiting = asyncio.ensure_future(env.step(RIGHT))
-        await asyncio.to_thread(wait_until_started, env)
-        await env.close()
-        with pytest.raises(RuntimeError, match="the environment is closed"):
-            await waiting
-
-    asyncio.run(ask())
-
-
 def test_a_worker_killed_while_idle_is_replaced() -> None:
     async def ask() -> None:
         async with MathVerifyEnvironment([question("q", "18")], workers=1) as env:
@@ -293,21 +274,6 @@ def test_a_scorer_still_judges_another_form_of_the_answer(
 )
 def test_only_arithmetic_reaches_a_scorer(text: str, is_one: bool) -> None:
     assert is_arithmetic(text) == is_one
-
-
-@pytest.mark.slow
-def test_workers_start_only_as_many_as_are_busy_at_once() -> None:
-    async def ask() -> None:
-        before = children()
-        async with MathVerifyEnvironment([question("q", "18")], workers=3, timeout_s=0.5) as env:
-            for _ in range(5):
-                await env.step(RIGHT)
-            assert len(children() - before) == 1
-            await env.step(("q", [SLOW] * 2))
-            await env.step(("q", ["18"] * 2))
-            assert len(children() - before) <= 2
-
-    asyncio.run(ask())
 
 
 @pytest.mark.usefixtures("warm_judge")

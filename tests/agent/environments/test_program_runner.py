@@ -17,7 +17,6 @@ from tests.agent.environments.bubblewrapped import (
     SOURCES,
     USERS,
     assert_none_left,
-    error_of,
     processes,
     run_as,
     start_as,
@@ -325,16 +324,6 @@ def test_where_bubblewrap_fails_the_error_says_what_to_do(
         BubblewrapRunner(wall_s=0.2 if script == "sleep 999" else 60)
     assert type(caught.value).__name__ == "SetupError"
     assert "\n" not in str(caught.value)
-
-
-@for_each_user
-def test_where_the_kernel_refuses_user_namespaces_the_error_says_what_to_do(user: str) -> None:
-    """In a namespace whose root allows no more of them; it is not root of the machine."""
-    refuse = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"'
-    prefix = ["unshare", "--user", "--map-root-user", "sh", "-c", refuse, "sh"]
-    error = error_of(user, prefix=prefix)
-    assert error.startswith("SetupError: BubblewrapRunner: a program was not run: 'bwrap: ")
-    assert "Install the package bubblewrap" in error
 
 
 @pytest.mark.parametrize(

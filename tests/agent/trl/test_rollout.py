@@ -283,14 +283,6 @@ def test_the_trainers_inputs_equal_those_of_the_format(trained: Trained) -> None
         torch.testing.assert_close(tensor, made[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_groups_are_of_one_question_each(trained: Trained) -> None:
-    for results in trained.results:
-        ids = [result.prompt.id for result in results]
-        assert sorted(result.sample for result in results) == sorted([*range(GROUP_SIZE)] * 2)
-        assert len(set(ids)) == 2
-        assert ids == sorted(ids, key=ids.index)
-
-
 def ask(trained: Trained, questions: str, **options: Any) -> dict[str, list[Any]]:
     """Have the trainer's model answer questions, named by their digits."""
     asked = [list(map(dict, QUESTIONS[int(k)].messages)) for k in questions]
@@ -377,6 +369,8 @@ def test_several_sequences_raise_or_are_left_out_or_the_last_is_taken(trained: T
     assert found["prompt_ids"] == [[7, 8, 9]]
     assert set(found["env_mask"][0]) == {1}
     assert found["episode_reward"] == [1.5]
+    scored = {"score": lambda result: len(result.qid), "several_sequences": "last"}
+    assert ask(trained, "01", agent=Rewriting(), **scored)["episode_reward"] == [4.0, 4.0]
 
 
 def test_prompts_are_those_of_the_agent(trained: Trained) -> None:
@@ -432,11 +426,6 @@ def test_the_trainer_masks_the_rows_of_truncated_trajectories_and_no_others(
         for trained_tokens, (last, truncated) in zip(loss_mask, kinds.values(), strict=True):
             is_truncated = last == other if truncated is None else truncated
             assert trained_tokens.sum() == (0 if is_masking and is_truncated else 2)
-
-
-def test_a_custom_score(trained: Trained) -> None:
-    found = ask(trained, "01", score=lambda result: len(result.qid))
-    assert found["episode_reward"] == [4.0, 4.0]
 
 
 def test_wrong_prompts_options_and_temperatures_are_refused(

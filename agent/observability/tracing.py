@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from trajpack.agent.errors import EpisodeError
@@ -65,10 +65,11 @@ class RolloutTracer(RolloutObserver):
         """Begin a trace."""
         self._end_episode(qid, None, {})
         before = self._attempts.pop(qid, None)
-        names = {"trajpack.episode.id": one_line(qid, 200), "trajpack.episode.attempt": attempt}
+        attributes: dict[str, str | int] = {"trajpack.episode.attempt": attempt}
+        attributes["trajpack.episode.id"] = one_line(qid, 200)
         links = (self._trace.Link(before),) if before and attempt else ()
         span = self._tracer.start_span(
-            "trajpack.episode", self._no_parent, attributes=names, links=links
+            "trajpack.episode", self._no_parent, attributes=attributes, links=links
         )
         self._open[qid] = {("episode", 0): span}
 
@@ -129,14 +130,19 @@ class RolloutTracer(RolloutObserver):
             self._end_episode(qid, None, {})
         self._attempts.clear()
 
-    def _begin_stage(self, qid: str, stage: str, turn: int, numbers: dict[str, int]) -> None:
+    def _begin_stage(self, qid: str, stage: str, turn: int, numbers: Mapping[str, int]) -> None:
         spans = self._open.get(qid, {})
         if spans and (stage, turn) not in spans:
             attributes = {"trajpack.turn.index": turn, **numbers}
             spans[stage, turn] = self._begin_span(stage, spans["episode", 0], attributes)
 
     def _end_stage(
-        self, qid: str, stage: str, turn: int, error: BaseException | None, numbers: dict[str, int]
+        self,
+        qid: str,
+        stage: str,
+        turn: int,
+        error: BaseException | None,
+        numbers: Mapping[str, int],
     ) -> None:
         span = self._open.get(qid, {}).pop((stage, turn), None)
         if span is not None:  # its episode has not ended
@@ -147,17 +153,20 @@ class RolloutTracer(RolloutObserver):
         return self._tracer.start_span(f"trajpack.{name}", context, attributes=attributes)
 
     def _end_episode(
-        self, qid: str, error: BaseException | None, numbers: dict[str, int]
+        self, qid: str, error: BaseException | None, numbers: Mapping[str, int]
     ) -> Span | None:
         """End the spans of an episode, the inner ones first; return its own if it was open."""
-        span, *stages = self._open.pop(qid, {}).values() or [None]
-        for stage in stages:
+        spans = self._open.pop(qid, {})
+        span = spans.pop(("episode", 0), None)
+        for stage in spans.values():
             self._end_span(stage, error, {})
         if span is not None:
             self._end_span(span, error, numbers)
         return span
 
-    def _end_span(self, span: Span, error: BaseException | None, numbers: dict[str, int]) -> None:
+    def _end_span(
+        self, span: Span, error: BaseException | None, numbers: Mapping[str, int]
+    ) -> None:
         if span.is_recording():
             span.set_attributes(numbers)
             if error is not None:

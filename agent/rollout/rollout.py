@@ -5,12 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable
-from contextlib import (
-    AbstractAsyncContextManager,
-    AsyncExitStack,
-    aclosing,
-    asynccontextmanager,
-)
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,13 +17,7 @@ from trajpack.agent.engines.transformers_engine import TransformersEngine
 from trajpack.agent.environments.math_verify import MathVerifyEnvironment
 from trajpack.agent.environments.questions import Question, arithmetic_questions, load_questions
 from trajpack.agent.errors import SetupError
-from trajpack.agent.models.causal_model import (
-    ModelLimits,
-    first_line,
-    load_model,
-    load_tokenizer,
-    refused,
-)
+from trajpack.agent.models.causal_model import ModelLimits, load_model, load_tokenizer, refused
 from trajpack.agent.models.tiny_model import build_tiny_model
 from trajpack.agent.protocols import Prompt, SamplingParams
 from trajpack.agent.rollout.settings import RolloutSettings
@@ -117,9 +106,8 @@ class Rollout:
             try:
                 await stack.enter_async_context(workers)
             except Exception as error:
-                cause = getattr(error, "cause", error)  # the worker's error, in Ray's wrapping
-                problem = "" if isinstance(cause, SetupError) else "a worker cannot start: "
-                raise SetupError(f"{problem}{first_line(cause)}") from error
+                with refused("a worker cannot start: ", Exception):
+                    raise getattr(error, "cause", error) from error  # it may be in Ray's wrapping
 
             yield workers.runner(on_progress=on_progress, **options)
 
@@ -142,7 +130,7 @@ class Rollout:
             yield engine, self.agent, environment
 
 
-def _parts_of(rollout: Rollout, number: int) -> AbstractAsyncContextManager[Any]:
+def _parts_of(rollout: Rollout, number: int) -> Any:
     """Return the context of a worker; each start has its own sampling seed."""
     return rollout.parts(derive_seed(rollout.settings.seed, "sampling", number, time.time_ns()))
 

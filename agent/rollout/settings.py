@@ -11,11 +11,8 @@ from typing import Literal, TypeAlias
 from trajpack.agent.errors import SetupError
 
 EngineName: TypeAlias = Literal["transformers", "sglang", "vllm"]
-"""The model in this process, or servers of that kind."""
 LayoutName: TypeAlias = Literal["merged", "turns", "tree"]
-"""Layout of a packed batch, or a tree, whose file has layout ``"merged"``."""
-SETTINGS_FILE = "rollout.json"
-"""File in the folder of a rollout's log that has the rollout's settings."""
+SETTINGS_FILE = "rollout.json"  # in the folder of a rollout's log
 
 
 @dataclass(frozen=True)

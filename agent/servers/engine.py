@@ -217,5 +217,8 @@ class ServerEngine(ServerFleet):
         num_missing = int(response.logprob_missing.sum())
         if num_missing and not self._has_warned:
             self._has_warned = True
-            told = "no log-probability of %d of %d tokens: 0 is taken (missing_logprobs)"
-            _logger.warning(told, num_missing, len(response.output_ids))
+            _logger.warning(
+                "no log-probability of %d of %d tokens: 0 is taken (missing_logprobs)",
+                num_missing,
+                len(response.output_ids),
+            )

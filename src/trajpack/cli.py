@@ -12,8 +12,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-BROKEN_PIPE, REFUSED = 1, 2
-
 
 def main() -> None:
     """Run the command with the arguments of this program and exit with its status."""
@@ -47,7 +45,7 @@ def run(arguments: Sequence[str]) -> int:
         if sys.stdout is not None:
             sys.stdout.flush()
     except (BrokenPipeError, SystemExit):  # rich and typer exit where a pipe is broken
-        return BROKEN_PIPE
+        return 1
     except (SetupError, OSError, RuntimeError, ModuleNotFoundError) as error:
         refused: Exception = error
         if isinstance(error, ModuleNotFoundError):
@@ -59,5 +57,5 @@ def run(arguments: Sequence[str]) -> int:
             file = "" if refused.filename is None else f"{refused.filename}: "
             text = f"{file}{refused.strerror}"
         say(f"error: {text}")
-        return REFUSED
+        return 2
     return status or 0

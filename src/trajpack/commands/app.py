@@ -25,8 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-USAGE_ERROR: Any = typer.BadParameter.__bases__[0]
-"""What typer raises, click's own in its older releases."""
+USAGE_ERROR: Any = typer.BadParameter.__bases__[0]  # click's own in older releases of typer
 
 
 @app.callback(invoke_without_command=True)
@@ -60,21 +59,14 @@ _BatchFile: TypeAlias = Annotated[
     Path,
     typer.Argument(metavar="FILE", help="File of a packed batch.", exists=True, dir_okay=False),
 ]
-_LAYOUT = (
-    "merged: a sequence is a whole conversation; turns: one turn; tree: conversations that also "
-    "share prefixes, saved as merged."
-)
+_LAYOUT = "A sequence is a conversation, or with turns a turn; tree reports shared prefixes, too."
 _Layout: TypeAlias = Annotated[LayoutName, _option(_LAYOUT)]
 _Force: TypeAlias = Annotated[bool, _option("Replace a file that exists.", "--force")]
-_TOKENIZER = (
-    "Folder of a tokenizer, or its name on the Hugging Face hub. [default: that of the batch]"
-)
+_TOKENIZER = "Folder of a tokenizer, or name on the Hugging Face hub. [default: the batch's]"
 _Tokenizer: TypeAlias = Annotated[str | None, _option(_TOKENIZER)]
 _Ranks: TypeAlias = Annotated[int, _count("Data-parallel ranks.", most=10_000)]
-_Align: TypeAlias = Annotated[
-    int, _count("Multiple that each sequence is padded to.", most=1 << 20)
-]
-_DATASET = (
+_Align: TypeAlias = Annotated[int, _count("Multiple of padded lengths.", most=1 << 20)]
+_JSONL = (
     "JSONL file of questions and answers; dataset.to_json(FILE) writes one of a Hugging Face data "
     "set. [default: sums of two numbers]"
 )
@@ -84,10 +76,9 @@ _MODEL = (
 )
 _CONCURRENCY = "Episodes that run at the same time. With 1 the seed decides every token."
 _SEED = "Seed of the tiny model, the questions and the sampling."
-_ENGINE = (
-    "Where the model runs: in this process, or on servers, for which --model names the tokenizer."
-)
+_ENGINE = "The model in this process, or servers, for which --model names the tokenizer."
 _SERVER = "Address of a server, such as http://localhost:8000. Repeat it for several."
+_OUT = Path("trajpack-rollout/batch.safetensors")
 _LOG = "Folder that keeps each episode. The same command continues from it after a crash."
 _RAY = "Workers on Ray, each with its own engine. 0 runs in this process."
 _ATTEMPTS = "Attempts at an episode before it counts as failed."
@@ -97,9 +88,7 @@ _ANSWERS = "Folder of the answers in plain text. [default: beside the batch]"
 
 @app.command()
 def rollout(  # noqa: PLR0913, PLR0917 - a command's options are its parameters
-    dataset: Annotated[
-        Path | None, typer.Option(help=_DATASET, exists=True, dir_okay=False)
-    ] = None,
+    dataset: Annotated[Path | None, typer.Option(help=_JSONL, exists=True, dir_okay=False)] = None,
     model: Annotated[str | None, _option(_MODEL)] = None,
     num_prompts: Annotated[int, _count("Number of questions.")] = _Rollout.num_prompts,
     num_turns: Annotated[int, _count("Turns of an episode.", "--turns")] = _Rollout.num_turns,
@@ -107,14 +96,10 @@ def rollout(  # noqa: PLR0913, PLR0917 - a command's options are its parameters
     concurrency: Annotated[int, _count(_CONCURRENCY)] = _Rollout.concurrency,
     max_new_tokens: Annotated[int, _count("Tokens of an answer.")] = _Rollout.max_new_tokens,
     layout: _Layout = "merged",
-    turn_discount: Annotated[
-        float, _option("Factor of the rewards of the next turn.")
-    ] = _Rollout.turn_discount,
+    turn_discount: Annotated[float, _option("Factor of later rewards.")] = _Rollout.turn_discount,
     device: Annotated[str, _option("Device of the model: cpu, cuda, ...")] = _Rollout.device,
     seed: Annotated[int, _count(_SEED, least=0, most=2**32 - 1)] = _Rollout.seed,
-    out: Annotated[Path, _option("File of the batch. Its tokenizer goes beside it.")] = Path(
-        "trajpack-rollout/batch.safetensors"
-    ),
+    out: Annotated[Path, _option("File of the batch; its tokenizer goes beside it.")] = _OUT,
     force: _Force = False,
     answers: Annotated[Path | None, _option(_ANSWERS)] = None,
     engine: Annotated[EngineName, _option(_ENGINE)] = _Rollout.engine,
@@ -136,6 +121,7 @@ def rollout(  # noqa: PLR0913, PLR0917 - a command's options are its parameters
         del chosen[name]
     is_continued = log is not None and (log / SETTINGS_FILE).exists()
     check_places(out, answers, replace=force or is_continued)
+    chosen["servers"] = tuple(servers)
     chosen["answers"] = out.with_suffix(".answers") if answers is None else answers
     settings = _Rollout(**chosen)
     say("loading torch and transformers")
@@ -163,10 +149,6 @@ def replay(
     replay_log(folder, out, layout, device)
 
 
-_ORDER = "Order of the sequences: of the batch, or by summed rewards, best or worst first."
-_JSON = "Print numbers as JSON, those of `trajpack report`, and nothing else."
-
-
 @app.command("inspect")
 def inspect_batch(
     file: _BatchFile,
@@ -174,9 +156,9 @@ def inspect_batch(
     sequences: Annotated[int, _count("Number of sequences to show.", least=0)] = 3,
     name: Annotated[str | None, _option("Only those of this trajectory.", "--id")] = None,
     group: Annotated[str | None, _option("Only those of this group.")] = None,
-    order: Annotated[Order, _option(_ORDER)] = "batch",
+    order: Annotated[Order, _option("Of the batch, or by summed rewards.")] = "batch",
     full: Annotated[bool, _option("Show all tokens, and all prefix breaks.", "--full")] = False,
-    as_json: Annotated[bool, _option(_JSON, "--json")] = False,
+    as_json: Annotated[bool, _option("Print numbers alone, as JSON.", "--json")] = False,
 ) -> None:
     """Show what is in a packed batch, and some of its text by role.
 
@@ -223,12 +205,7 @@ def report(
     report_source(place, page, tokenizer, **options)
 
 
-_ALGORITHM = (
-    "How micro-batches are filled. [default: best_fit_decreasing, or with several ranks "
-    "karmarkar_karp]"
-)
-_OVERSIZED = "Treatment of a sequence that is longer than the capacity."
-_PLAN_JSON = "Print the statistics and the sequences of each micro-batch as JSON."
+_ALGORITHM = "Of filling micro-batches. [default: best_fit_decreasing; over ranks karmarkar_karp]"
 
 
 @app.command()
@@ -238,8 +215,8 @@ def plan(
     ranks: _Ranks = 1,
     algorithm: Annotated[Algorithm | None, _option(_ALGORITHM)] = None,
     align: _Align = 1,
-    oversized: Annotated[Oversized, _option(_OVERSIZED)] = "raise",
-    as_json: Annotated[bool, _option(_PLAN_JSON, "--json")] = False,
+    oversized: Annotated[Oversized, _option("What to do with longer sequences.")] = "raise",
+    as_json: Annotated[bool, _option("Print the plan as JSON.", "--json")] = False,
 ) -> None:
     """Show the number, fill, padding and balance of micro-batches.
 

@@ -21,12 +21,7 @@ from trajpack.packing.tree.statistics import break_rows, describe_tree
 
 
 def inspect_file(
-    file: Path,
-    tokenizer: str | None,
-    chosen: dict[str, Any],
-    *,
-    most: int,
-    full: bool,
+    file: Path, tokenizer: str | None, chosen: dict[str, Any], *, most: int, full: bool
 ) -> None:
     """Show a summary of a batch and ``most`` sequences of those of `chosen_sequences`."""
     batch = load_batch(file)

@@ -65,9 +65,11 @@ def sequence_panel(
     turns = np.flatnonzero(batch.turn_sequence.cpu().numpy() == sequence).tolist()
     trajectory = int(np.searchsorted(batch.cu_turns.cpu().numpy(), turns[0], side="right")) - 1
     first_turn = int(batch.cu_turns[trajectory])
-    ends = {turn: batch.turn_spans[turn].tolist() for turn in turns}
-    empty = [Span("generated", *ends[turn], turn) for turn in turns if len({*ends[turn]}) == 1]
-    spans = sequence_spans(batch, sequence) + empty
+    spans = sequence_spans(batch, sequence)
+    for turn in turns:
+        begin, end = batch.turn_spans[turn].tolist()
+        if begin == end:
+            spans.append(Span("generated", begin, end, turn))
     spans.sort(key=lambda span: (span.start, span.end))
     most = len(spans) if full else _MAX_SPANS
     for span in spans[:most]:

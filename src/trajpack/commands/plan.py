@@ -34,12 +34,9 @@ def plan_file(
         sequences = [[micro_batch.tolist() for micro_batch in plan] for plan in plans]
         print(json.dumps({"statistics": dataclasses.asdict(found), "ranks": sequences}))  # noqa: T201
         return
-    left_out = {
-        "dropped": found.num_dropped,
-        "truncated": found.num_truncated,
-        "over the capacity": found.num_oversized,
-    }
-    notes = [f"{count:,} {what}" for what, count in left_out.items() if count]
+    counts = (found.num_dropped, found.num_truncated, found.num_oversized)
+    kinds = ("dropped", "truncated", "over the capacity")
+    notes = [f"{count:,} {kind}" for count, kind in zip(counts, kinds, strict=True) if count]
     rows = {
         "micro-batches": f"{found.num_micro_batches:,} of up to {capacity:,} tokens; at least "
         f"{found.lower_bound:,} are needed",

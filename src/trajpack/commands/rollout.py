@@ -39,8 +39,7 @@ def roll_out(settings: RolloutSettings, layout: LayoutName, out: Path) -> int:
     """Roll out, pack, save and report; return the exit status.
 
     The first Ctrl-C or SIGTERM stops the episodes, and what has finished is packed and saved. A
-    second one, and one outside the episodes, ends the command at once. A SetupError names the
-    batch if it was written.
+    second one, and one outside the episodes, ends the command at once.
     """
     saved: list[Path] = []
 
@@ -122,7 +121,7 @@ def _roll_out(prepared: Rollout, layout: LayoutName, out: Path, *, saved: list[P
         saved.append(out)
         rows = report(results, progress, batch, num_merged=buffer.num_tokens)
         rows += [*batch_rows(batch, layout), *((f"failed {n:,}", text) for text, n in failures)]
-        places = {"batch": out, "tokenizer": out.with_suffix(".tokenizer")}
+        places: dict[str, Path | None] = {"batch": out, "tokenizer": out.with_suffix(".tokenizer")}
         places |= {"answers": settings.answers, "log": settings.log}
         luck = "The tiny model has random weights: a right answer is luck."
         show(
@@ -182,9 +181,8 @@ class EpisodeBoard:
         self._task = self.bar.add_task("episodes", total=total)
 
     def update(self, progress: Progress) -> None:
-        """Move the bar; or print a line for the first and the last episode, and between."""
-        num, before = progress.num_finished, self.progress.num_finished
-        self.progress = progress
+        """Move the bar; or print a line for the first and the last progress, and between."""
+        self.progress, num = progress, progress.num_finished
         success = progress.num_rewarded_turns / max(progress.num_kept_turns, 1)
         words = (
             f"episodes {num:,} of {self.total:,}, {progress.num_turns:,} turns, "
@@ -192,8 +190,7 @@ class EpisodeBoard:
         )
         words += f", {progress.num_failed:,} failed" if progress.num_failed else ""
         self.bar.update(self._task, completed=num, description=words)
-        is_mark = num != before and num in (1, self.total)
-        if not self._is_live and (is_mark or time.monotonic() >= self._next_line_at):
+        if not self._is_live and (num == self.total or time.monotonic() >= self._next_line_at):
             self._next_line_at = time.monotonic() + 5
             minutes, seconds = divmod(int(progress.elapsed_s), 60)
             say(f"{words}, {minutes}:{seconds:02}")
@@ -244,25 +241,21 @@ def batch_rows(batch: PackedBatch, layout: LayoutName) -> list[tuple[str, str]]:
 def report(
     results: Sequence[EpisodeResult], progress: Progress, batch: PackedBatch, *, num_merged: int
 ) -> list[tuple[str, str]]:
-    """Return the results of a rollout as pairs of a name and a formatted value.
-
-    ``num_merged`` counts the tokens of the trajectories, each once. Padding would make a rectangle
-    as wide as the longest sequence.
-    """
+    """Return rows of a rollout's results; ``num_merged`` tokens have all turns, each once."""
     turns = [turn for one in results for path in one.trajectories for turn in path.turns]
     num_as_turns = sum(len(turn.prompt_ids) + len(turn.completion_ids) for turn in turns)
     num_right = sum(turn.reward > 0 for turn in turns)
     num_failed = sum(result.error is not None for result in results)
     num_earlier = len(results) - progress.num_finished
     earlier = f", {num_earlier:,} earlier" if num_earlier > 0 else ""
-    capacity = len(batch) * batch.max_seqlen
+    rectangle = len(batch) * batch.max_seqlen
     rows = {
         "episodes": f"{len(results):,} finished, {num_failed:,} of them failed{earlier}",
         "right answers": f"{num_right:,} of {len(turns):,} ({num_right / len(turns):.1%})",
         "speed": f"{progress.tokens_per_s:,.0f} generated tokens/s, {progress.elapsed_s:.1f} s",
         "packing saves": f"{1 - num_merged / num_as_turns:.0%} of the tokens: {num_merged:,} in "
         f"place of {num_as_turns:,}, turn by turn",
-        "padding adds": f"{capacity / batch.num_tokens - 1:.0%}: {capacity:,} tokens in place of "
+        "padding adds": f"{rectangle / batch.num_tokens - 1:.0%}: {rectangle:,} tokens in place of "
         f"{batch.num_tokens:,}",
     }
     return list(rows.items())

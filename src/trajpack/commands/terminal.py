@@ -32,8 +32,10 @@ def show(title: str, rows: Iterable[tuple[str, str]], *others: object) -> None:
     console.width = min(console.width, 1000)  # that of the terminal may be anything
     console.print(table)
     for other in others:
-        is_line = isinstance(other, str)  # not wrapped, so that paths can be copied
-        console.print(Text(printable(other)) if is_line else other, soft_wrap=is_line)
+        if isinstance(other, str):  # not wrapped, so that paths can be copied
+            console.print(Text(printable(other)), soft_wrap=True)
+        else:
+            console.print(other)
 
 
 @contextlib.contextmanager

@@ -125,41 +125,6 @@ def series(metrics: RolloutMetrics) -> set[tuple[str, str]]:
     }
 
 
-def test_a_retry_is_no_failure_and_its_wait_is_measured(watched: Watched) -> None:
-    m = watched.metrics
-    watched.at(0, m.episode_started, "q@0", 0)
-    error = errors.ServerUnavailableError("q@0", "gone")
-    watched.at(1, m.episode_ended, "q@0", 0, error, final=False)
-    watched.at(4, m.episode_started, "q@0", 1)
-    watched.at(5, m.episode_ended, "q@0", 1, None, final=True)
-    assert watched("episode_retries_total", cause="unavailable") == 1
-    assert watched("episodes_failed_total", cause="unavailable") == 0
-    assert watched("retry_wait_seconds_sum") == 3
-    assert watched("episode_seconds_count") == 2
-    assert watched("episodes_finished_total") == 1
-
-
-def test_turns_in_flight_end_with_their_episode(watched: Watched) -> None:
-    m = watched.metrics
-    for qid in ("a@0", "b@0"):
-        m.episode_started(qid, 0)
-        m.generation_started(qid, 0, 5)
-    m.generation_ended("b@0", 0, reply())
-    m.verification_started("b@0", 0)
-    m.episode_ended("a@0", 0, errors.EpisodeTimeoutError("a@0", "late"), final=True)
-    assert watched("turns_in_flight", stage="generation") == 0
-    assert watched("turns_in_flight", stage="verification") == 1
-    m.episode_ended("b@0", 0, errors.EpisodeCancelledError("b@0", "stop"), final=True)
-    assert watched("turns_in_flight", stage="verification") == 0
-    m.generation_ended("a@0", 0, reply())  # late: counted, but nothing goes below 0
-    assert watched("turns_in_flight", stage="generation") == 0
-    assert watched("episodes_in_flight") == 0
-    for _ in range(2):  # a name that begins anew: what was open of it is over
-        m.episode_started("c@0", 0)
-        m.generation_started("c@0", 0, 5)
-    assert watched("turns_in_flight", stage="generation") == 1
-
-
 def test_a_result_waits_from_the_end_of_its_episode_until_it_is_taken(watched: Watched) -> None:
     m = watched.metrics
     for qid in ("q@0", "dropped@0"):
@@ -194,7 +159,7 @@ def test_a_result_that_is_stale_when_it_is_taken_waits_no_longer(
     assert watched("result_wait_seconds_count") == 0
 
 
-def test_close_forgets_an_abandoned_run(watched: Watched) -> None:
+def test_an_abandoned_run_is_forgotten_and_a_retry_is_no_failure(watched: Watched) -> None:
     m = watched.metrics
     for qid in ("taken@0", "lost@0", "open@0"):
         m.episode_started(qid, 0)
@@ -206,15 +171,12 @@ def test_close_forgets_an_abandoned_run(watched: Watched) -> None:
     assert watched("turns_in_flight", stage="generation") == 0
     m.episode_started("taken@0", 1)
     assert watched("retry_wait_seconds_count") == 0
-
-
-def test_waits_are_measured_by_reason(watched: Watched) -> None:
-    for reason, seconds in [("room", 0.0), ("room", 2.0), ("pause", 0.5), ("unheard of", 9.0)]:
-        watched.metrics.wait_ended(reason, seconds)
-    assert watched("queue_wait_seconds_sum", reason="room") == 2
-    assert watched("queue_wait_seconds_count", reason="room") == 2
-    assert watched("queue_wait_seconds_sum", reason="pause") == 0.5
-    assert watched("queue_wait_seconds_count", reason="slot") == 0
+    error = errors.ServerUnavailableError("q@0", "gone")  # a retry is no failure
+    watched.at(1, m.episode_ended, "taken@0", 1, error, final=False)
+    watched.at(4, m.episode_started, "taken@0", 2)
+    assert watched("retry_wait_seconds_sum") == 3
+    assert watched("episode_retries_total", cause="unavailable") == 1
+    assert watched("episodes_failed_total", cause="unavailable") == 0
 
 
 def test_staleness_is_of_the_oldest_token_of_each_turn(watched: Watched) -> None:

@@ -341,22 +341,17 @@ TOP_K = SamplingParams(8, top_k=5)
         (SGLangEngine, "raw", [HOT, GREEDY, TOP_P, TOP_K]),
     ],
 )
-def test_what_does_not_fit_is_refused_unless_allowed(
-    engine_type: Any, logprobs: Any, refused: list[SamplingParams]
+@pytest.mark.parametrize("is_allowed", [False, True])
+async def test_what_does_not_fit_is_refused_unless_allowed(
+    engine_type: Any, logprobs: Any, refused: list[SamplingParams], is_allowed: bool
 ) -> None:
     say = say_vllm if engine_type is VLLMEngine else say_sglang
-
-    async def body(is_allowed: bool) -> None:
-        changed = options(logprobs=logprobs, allow_other_logprobs=is_allowed)
-        async with serving(engine_type, say, options=changed) as ((server,), engine):
-            for params in (HOT, GREEDY, TOP_P, TOP_K, SamplingParams(8)):
-                before = len(server.draws)
-                reply = await ask(engine, sampling=params)
-                is_refused = params in refused and not is_allowed
-                assert isinstance(reply, RequestRefusedError) == is_refused
-                assert len(server.draws) == before + (not is_refused)
-                if is_refused:
-                    assert "the server's log-probabilities are those" in str(reply)
-
-    asyncio.run(body(False))
-    asyncio.run(body(True))
+    changed = options(logprobs=logprobs, allow_other_logprobs=is_allowed)
+    async with serving(engine_type, say, options=changed) as ((server,), engine):
+        for params in (HOT, GREEDY, TOP_P, TOP_K, SamplingParams(8)):
+            before = len(server.draws)
+            reply = await ask(engine, sampling=params)
+            is_refused = params in refused and not is_allowed
+            assert isinstance(reply, RequestRefusedError) == is_refused
+            assert len(server.draws) == before + (not is_refused)
+            assert ("the server's log-probabilities are those" in str(reply)) == is_refused

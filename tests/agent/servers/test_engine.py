@@ -138,16 +138,14 @@ async def test_a_declared_endpoint_is_the_only_one() -> None:
     assert server.paths() == ["/inference/v1/generate", "/v1/completions"]
 
 
-def test_seeds_come_from_the_episode_and_the_number_of_the_request() -> None:
-    async def seeds(seed: int | None) -> list[Any]:
-        async with Loopback(say_sglang) as server:
-            async with SGLangEngine(server.url, options=options(seed=seed)) as engine:
-                for _ in range(2):
-                    await generate(engine, "a@1")
-            return [asked.payload["sampling_params"].get("sampling_seed") for asked in server.draws]
-
-    assert asyncio.run(seeds(7)) == [derive_seed(7, "a@1", 0), derive_seed(7, "a@1", 1)]
-    assert asyncio.run(seeds(None)) == [None, None]
+async def test_seeds_come_from_the_episode_and_the_number_of_the_request() -> None:
+    for seed, wanted in ((7, [derive_seed(7, "a@0", k) for k in (0, 1)]), (None, [None, None])):
+        async with serving(SGLangEngine, say_sglang, options=options(seed=seed)) as it:
+            (server,), engine = it
+            await generate(engine)
+            await generate(engine)
+        params = [asked.payload["sampling_params"] for asked in server.draws]
+        assert [one.get("sampling_seed") for one in params] == wanted
 
 
 async def test_spans_of_versions_become_numbers() -> None:
@@ -393,7 +391,7 @@ async def test_cancellation_at_any_time_leaves_nothing(delay: float) -> None:
 
 
 @pytest.mark.parametrize("in_rows", [True, False])
-def test_sampling_masks_of_vllm_become_the_support_of_a_batch(in_rows: bool) -> None:
+async def test_sampling_masks_of_vllm_become_the_support_of_a_batch(in_rows: bool) -> None:
     _, tokenizer = build_tiny_model()
     answer = [*tokenizer.encode("5", add_special_tokens=False), tokenizer.eos_token_id]
     rows = [[token, *range(9, 9 + number)] for number, token in enumerate(answer)]
@@ -403,15 +401,11 @@ def test_sampling_masks_of_vllm_become_the_support_of_a_batch(in_rows: bool) -> 
 
     (choice,) = vllm_body(answer)["choices"]
     say = always({"choices": [choice | {"sampling_mask": mask}]})
-
-    async def body() -> list[Any]:
-        question = Question("q", ({"role": "user", "content": "2 + 3"},), ("5",))
-        agent = MathMultiTurnAgent(SamplingParams(8), tokenizer, None, num_turns=2)
-        async with serving(VLLMEngine, say) as (_, engine):
-            runner = RolloutRunner(engine, agent, ExactAnswerEnvironment([question]))
-            return [one async for one in runner.run([Prompt("q", [7, 8])])]
-
-    (result,) = asyncio.run(body())
+    question = Question("q", ({"role": "user", "content": "2 + 3"},), ("5",))
+    agent = MathMultiTurnAgent(SamplingParams(8), tokenizer, None, num_turns=2)
+    async with serving(VLLMEngine, say) as (_, engine):
+        runner = RolloutRunner(engine, agent, ExactAnswerEnvironment([question]))
+        (result,) = [one async for one in runner.run([Prompt("q", [7, 8])])]
     field = trajpack.TokenField("sampling_mask", torch.int32, ragged=True)
     batch = trajpack.pack(result.trajectories, fields=[field])
     turns = batch.num_turns
@@ -424,7 +418,7 @@ def test_sampling_masks_of_vllm_become_the_support_of_a_batch(in_rows: bool) -> 
     torch.testing.assert_close(found, -torch.tensor([*map(len, rows)] * turns).log())
 
 
-def test_a_missing_logprob_is_told_once_and_marked_for_corrections(
+async def test_a_missing_logprob_is_told_once_and_marked_for_corrections(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     say = always(vllm_body([7, 8, 9], [-0.5, None, -9999.0]))
@@ -433,13 +427,13 @@ def test_a_missing_logprob_is_told_once_and_marked_for_corrections(
         async with serving(VLLMEngine, say, options=options(**changes)) as (_, engine):
             return [await ask(engine) for _ in range(2)]
 
-    for output in asyncio.run(outputs()):
+    for output in await outputs():
         assert (output.output_logprobs.tolist(), output.fields) == ([-0.5, 0, 0], None)
     told = "no log-probability of 2 of 3 tokens: 0 is taken (missing_logprobs)"
     assert [record.getMessage() for record in caplog.records] == [told]
-    for reply in asyncio.run(outputs(missing_logprobs="refuse")):
+    for reply in await outputs(missing_logprobs="refuse"):
         assert isinstance(reply, MalformedResponseError)
-    output, _ = asyncio.run(outputs(missing_logprobs="mark"))
+    output, _ = await outputs(missing_logprobs="mark")
     turn = trajpack.Turn([1], output.output_ids, output.output_logprobs, fields=output.fields)
     field = trajpack.TokenField("logprob_missing", torch.bool)
     batch = trajpack.pack([trajpack.Trajectory("a", [turn])], fields=[field])

@@ -89,8 +89,10 @@ async def reply_to(answer: Answer, engine_type: Any = VLLMEngine) -> tuple[Any, 
     ],
     ids=range(len(BODIES) + len(EXCHANGES)),
 )
-def test_what_is_no_answer_is_asked_for_once(engine_type: Any, answer: Answer, words: str) -> None:
-    reply, server = asyncio.run(reply_to(answer, engine_type))
+async def test_what_is_no_answer_is_asked_for_once(
+    engine_type: Any, answer: Answer, words: str
+) -> None:
+    reply, server = await reply_to(answer, engine_type)
     assert isinstance(reply, MalformedResponseError)
     assert words in str(reply)
     assert len(server.draws) == 1
@@ -165,7 +167,7 @@ async def test_an_endless_body_is_not_taken(status: int | None, error: type, rea
 
 
 @pytest.mark.parametrize("status", [401, 503, 200])
-def test_secrets_are_in_no_message(status: int, caplog: pytest.LogCaptureFixture) -> None:
+async def test_secrets_are_in_no_message(status: int, caplog: pytest.LogCaptureFixture) -> None:
     token, password = "t0ken-secret", "passw0rd-secret"
     basic = "Basic " + base64.b64encode(f"me:{password}".encode()).decode()
     errors: list[str] = []
@@ -174,21 +176,17 @@ def test_secrets_are_in_no_message(status: int, caplog: pytest.LogCaptureFixture
         assert asked.headers["authorization"] in (f"Bearer {token}", basic)
         return Answer(status, {"error": "no"})
 
-    async def body() -> None:
-        async with Loopback(drawing(draw)) as server:
-            address = server.url.replace("//", f"//me:{password}@")
-            for changes in ({"token": token}, {}):
-                changed = options(**changes)
-                engine = VLLMEngine(address, options=changed)
-                async with engine:
-                    reply = await ask(engine)
-                assert isinstance(reply, GenerationError)
-                shown = [reply, reply.__cause__, reply.__context__, changed, engine]
-                errors.extend(part for one in shown for part in (str(one), repr(one)))
-            assert len({asked.headers["authorization"] for asked in server.draws}) == 2
-
-    with caplog.at_level(logging.DEBUG):
-        asyncio.run(body())
+    caplog.set_level(logging.DEBUG)
+    async with Loopback(drawing(draw)) as server:
+        address = server.url.replace("//", f"//me:{password}@")
+        for changes in ({"token": token}, {}):
+            changed = options(**changes)
+            async with VLLMEngine(address, options=changed) as engine:
+                reply = await ask(engine)
+            assert isinstance(reply, GenerationError)
+            shown = [reply, reply.__cause__, reply.__context__, changed, engine]
+            errors.extend(part for one in shown for part in (str(one), repr(one)))
+        assert len({asked.headers["authorization"] for asked in server.draws}) == 2
     errors.append(caplog.text)
     errors += [str(vars(record)) for record in caplog.records]
     for secret in (token, password, basic.removeprefix("Basic ")):

@@ -1,7 +1,6 @@
 """`SGLangEngine` against the types that SGLang publishes: its own decoder stands in the server."""
 
 import ast
-import asyncio
 import json
 from pathlib import Path
 from types import ModuleType
@@ -85,7 +84,7 @@ def response(api: ModuleType, ids: list[int], **changes: Any) -> bytes:
     return json.dumps(answer.to_json_value()).encode()
 
 
-def test_every_request_is_taken_whole_by_the_published_types(api: ModuleType) -> None:
+async def test_every_request_is_taken_whole_by_the_published_types(api: ModuleType) -> None:
     async def say(asked: Asked) -> Answer:
         if asked.path != "/generate":
             return Answer(body={"success": True} if asked.path.startswith("/update") else b"")
@@ -95,25 +94,20 @@ def test_every_request_is_taken_whole_by_the_published_types(api: ModuleType) ->
             body=response(api, [request.input_ids[-1] + 1], prompt_token_ids=request.input_ids)
         )
 
-    async def collect() -> list[Asked]:
-        settings = options(seed=5)
-        async with serving(SGLangEngine, say, options=settings) as ((server,), engine):
-            await generate(engine, "a", [1, 2], SamplingParams(8, temperature=0.5))
-            await generate(engine, "b", [3], SamplingParams(8, stop=("a",), stop_token_ids=(9, 4)))
-            await engine.set_version(8)
-            for interrupt in (False, True):
-                await engine.pause(interrupt=interrupt)
-                await engine.resume()
-            await engine.update_weights_from_disk("weights", 9)
-            return list(server.asked)
-
-    asked = asyncio.run(collect())
-    draws = [one.payload for one in asked if one.path == "/generate"]
+    async with serving(SGLangEngine, say, options=options(seed=5)) as ((server,), engine):
+        await generate(engine, "a", [1, 2], SamplingParams(8, temperature=0.5))
+        await generate(engine, "b", [3], SamplingParams(8, stop=("a",), stop_token_ids=(9, 4)))
+        await engine.set_version(8)
+        for interrupt in (False, True):
+            await engine.pause(interrupt=interrupt)
+            await engine.resume()
+        await engine.update_weights_from_disk("weights", 9)
+    draws = [one.payload for one in server.asked if one.path == "/generate"]
     params = draws[-1]["sampling_params"]
     assert (params["stop"], params["stop_token_ids"]) == (["a"], [9, 4])
     assert {draw["input_ids"][-1] for draw in draws[-2:]} == {2, 3}
     types = control_types(api)
-    ordered = [one for one in asked if one.path in types]
+    ordered = [one for one in server.asked if one.path in types]
     assert {one.path for one in ordered} == set(types)
     for one in ordered:
         kind = types[one.path]

@@ -1,15 +1,13 @@
 """Responses that were recorded from a vLLM server, through the whole engine."""
 
-import asyncio
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.agent.servers.loopback import NOTHING, Answer, Asked, generate, options, serving
-from trajpack.agent.protocols import GenerationOutput, SamplingParams
+from trajpack.agent.protocols import SamplingParams
 from trajpack.agent.servers.vllm import VLLMEngine
 
 RECORDED = Path(__file__).parents[4] / "shared" / "contracts"
@@ -24,7 +22,7 @@ PROMPT = [369, 349, 198, 20, 21]
 
 
 @pytest.mark.parametrize("endpoint", FILES)
-def test_a_recorded_response_becomes_the_reply(endpoint: str) -> None:
+async def test_a_recorded_response_becomes_the_reply(endpoint: str) -> None:
     body = (RECORDED / FILES[endpoint]).read_bytes()
     choice = json.loads(body)["choices"][0]
     logprobs = choice["logprobs"]
@@ -35,17 +33,15 @@ def test_a_recorded_response_becomes_the_reply(endpoint: str) -> None:
             return Answer()
         return Answer(body=body) if asked.path == endpoint else NOTHING
 
-    async def collect() -> tuple[GenerationOutput, list[Any]]:
-        sizes = options(vocab_size=373)
-        async with serving(VLLMEngine, say, version=5, options=sizes) as ((server,), engine):
-            output = await generate(engine, "q@0", PROMPT, SamplingParams(3))
-            return output, [draw.path for draw in server.draws]
-
-    output, paths = asyncio.run(collect())
+    sizes = options(vocab_size=373)
+    async with serving(VLLMEngine, say, version=5, options=sizes) as ((server,), engine):
+        output = await generate(engine, "q@0", PROMPT, SamplingParams(3))
     assert list(output.prompt_ids) == PROMPT
     assert list(output.output_ids) == choice["token_ids"] == [207, 129, 350]
     assert np.array_equal(output.output_logprobs, np.float32(expected))
     assert output.no_eos  # it ended by length
     assert (output.version_start, output.version_end) == (5, 5)  # "default" is the engine's own
     first = "/inference/v1/generate"
-    assert paths == ([first] if endpoint == first else [first, endpoint])
+    assert [draw.path for draw in server.draws] == (
+        [first] if endpoint == first else [first, endpoint]
+    )

@@ -48,6 +48,7 @@ class EnvironmentAgent(ChatAgent):
         tokenizer: A Hugging Face tokenizer with a chat template, or the local folder of one.
         limits: Limits of each conversation; None takes the default ones.
         turn_discount: Discount from one turn to the next, stored in the trajectory.
+        old_thoughts: Whether later prompts ``"keep"`` thoughts or ``"drop"`` them.
     """
 
     def prompt_ids(self, messages: str | Sequence[Mapping[str, Any]]) -> list[int]:

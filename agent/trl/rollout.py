@@ -280,6 +280,9 @@ def episode_reward(
 def trl_dataset_rows(questions: Iterable[Question]) -> list[dict[str, Any]]:
     """Return questions as rows of a data set for the trainer, for ``Dataset.from_list``.
 
+    Args:
+        questions: Those that the `TRLRollout` is given.
+
     Example:
         >>> trl_dataset_rows([Question("sum", ({"role": "user", "content": "2 + 3?"},), ("5",))])
         [{'prompt': [{'role': 'user', 'content': '2 + 3?'}]}]

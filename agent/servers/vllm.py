@@ -80,7 +80,9 @@ class VLLMEngine(ServerEngine):
             top_k=params.top_k,  # 0 takes all
             logprobs=0,
             seed=seed,
+            # texts to stop at are looked for in the whole text
             include_stop_str_in_output=True if params.stop else None,
+            skip_special_tokens=False if params.stop else None,
         )
         payload: dict[str, Any] = {} if server.model is None else {"model": server.model}
         if self._endpoint == "completions" or server.has_fallen_back:

@@ -102,9 +102,13 @@ async def test_stop_tokens_and_texts_are_ends_and_the_length_is_none(
     bodies = vllm_body([7], finish=finish), sglang_body([7], {"type": finish, "matched": matched})
     sampling = SamplingParams(8, stop=("bye",), stop_token_ids=(7,))
     for engine_type, answer in zip((VLLMEngine, SGLangEngine), bodies, strict=True):
-        async with serving(engine_type, always(answer)) as (_, engine):
+        async with serving(engine_type, always(answer)) as ((server,), engine):
             output = await generate(engine, sampling=sampling)
             assert (output.no_eos, output.stop_reason) == (finish != "stop", finish)
+        sent = server.draws[0].payload["sampling_params"]
+        assert (sent["stop"], sent["stop_token_ids"]) == (["bye"], [7])
+        assert sent["skip_special_tokens"] is False
+        assert sent.get("no_stop_trim") or sent["include_stop_str_in_output"]
 
 
 @pytest.mark.parametrize("status", [403, 404])

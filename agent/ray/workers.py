@@ -142,8 +142,12 @@ class RolloutWorkers(ServedEngine):
         for kind, each in (("CPU", options.num_cpus), ("GPU", options.num_gpus)):
             needed, there = self.num_workers * each, resources.get(kind, 0)
             if needed > there:
-                message = "waiting for a larger cluster: the workers ask for %g %ss, it has %g"
-                _logger.warning(message, needed, kind, there)
+                _logger.warning(
+                    "waiting for a larger cluster: the workers ask for %g of %s, it has %g",
+                    needed,
+                    one_line(kind),
+                    there,
+                )
         self._begin_serving()
         for number in range(self.num_workers):
             keeper = asyncio.create_task(self._keep(number))

@@ -21,9 +21,10 @@ from trajpack.agent.runner.results import EpisodeResult
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.durable_files import remove_leftovers, write_durably
 from trajpack.packing.files.storage import save
+from trajpack.packing.text import one_line
 from trajpack.packing.trajectory_log.log import TrajectoryLog
 
-_LOGGER = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 
 def save_rollout(batch: PackedBatch, tokenizer: Any, batch_file: Path) -> None:
@@ -69,7 +70,7 @@ class RolloutLog:
                 except OSError as error:
                     if error.errno != errno.EBUSY:
                         raise
-                    _LOGGER.warning("waiting for a reader of %s to end, to write it", self.folder)
+                    _logger.warning("waiting for a reader of %s to end", one_line(self.folder))
 
     def record(self, result: EpisodeResult) -> None:
         """Append the result of an episode, unless it was cancelled."""

@@ -80,7 +80,7 @@ class Rollout:
             yield await stack.enter_async_context(aclosing(runner.run(self.prompts)))
 
     @asynccontextmanager
-    async def _on_workers(self, on_progress: Any, **options: Any) -> AsyncIterator[RolloutRunner]:
+    async def _on_workers(self, **options: Any) -> AsyncIterator[RolloutRunner]:
         """Start workers on Ray, which make their own models, and return their runner."""
         require("ray")
         from trajpack.agent.ray.cluster import local_cluster
@@ -108,8 +108,7 @@ class Rollout:
             except Exception as error:
                 with refused("a worker cannot start: ", Exception):
                     raise getattr(error, "cause", error) from error  # it may be in Ray's wrapping
-
-            yield workers.runner(on_progress=on_progress, **options)
+            yield workers.runner(**options)
 
     @asynccontextmanager
     async def parts(

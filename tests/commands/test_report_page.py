@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -45,23 +46,12 @@ def test_a_log_has_a_page(tmp_path: Path) -> None:
     assert [row["id"] for row in numbers["trajectories"]["rows"]] == ["a"]
 
 
-@pytest.mark.parametrize(
-    ("options", "names"),
-    [
-        ([], ["a@0", "a@1", "b@0"]),
-        (["--order", "worst"], ["a@1", "b@0", "a@0"]),
+def test_inspect_shows_the_sequences_that_were_chosen(batch_file: Path) -> None:
+    for options, names in (
         (["--order", "best", "--sequences", 1], ["a@0"]),
-        (["--group", "a"], ["a@0", "a@1"]),
+        (["--group", "a", "--order", "worst"], ["a@1", "a@0"]),
         (["--id", "b@0"], ["b@0"]),
-    ],
-)
-def test_inspect_shows_the_sequences_that_were_chosen(
-    batch_file: Path, options: list[object], names: list[str]
-) -> None:
-    shown = call("inspect", batch_file, *options).stdout
-    titles = [
-        line.split(": ")[1].split(" ")[0] for line in shown.splitlines() if "─ sequence" in line
-    ]
-    assert titles == names
-    assert "mean log-probability -1" in shown
-    assert "mean advantage" in shown
+    ):
+        shown = call("inspect", batch_file, *options).stdout
+        assert re.findall(r"─ sequence \d: (\S+)", shown) == names
+        assert "mean advantage" in shown

@@ -56,30 +56,6 @@ def test_new_weights_are_waited_for_and_so_is_a_slot() -> None:
     assert seen["pause"] == (0, 0)
 
 
-def test_episodes_wait_for_room_while_results_are_not_taken() -> None:
-    async def body() -> None:
-        agent = TwoTurns()
-        async with EchoEngine() as engine:
-            run = runner(engine, agent, observers=[metrics], concurrency=2)
-            async with aclosing(run.run(prompts(9))) as results:
-                await anext(results)
-                waiting = "trajpack_results_waiting"
-                await until(lambda: metrics.registry.get_sample_value(waiting) == 4)
-                before = waits(metrics)["room"]
-                await asyncio.sleep(A_WHILE_S)
-                assert waits(metrics)["room"] == before
-                await anext(results)
-                await until(lambda: len(engine.opened) == 6)
-                count, seconds = waits(metrics)["room"]
-                assert count == before[0] + 1
-                assert seconds >= before[1] + A_WHILE_S
-
-    metrics = RolloutMetrics()
-    asyncio.run(body())
-    metrics.close()
-    assert metrics.registry.get_sample_value("trajpack_results_waiting") == 0
-
-
 def test_requests_that_a_pause_holds_back_are_counted() -> None:
     async def body() -> None:
         async with EchoEngine() as engine:

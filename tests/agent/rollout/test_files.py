@@ -76,20 +76,3 @@ def test_only_the_folder_of_a_tokenizer_may_be_replaced(tmp_path: Path) -> None:
             check_places(tmp_path / f"{name}.safetensors", None, replace=True)
     (tmp_path / "c.tokenizer" / "tokenizer_config.json").touch()
     check_places(tmp_path / "c.safetensors", tmp_path / "answers", replace=True)
-
-
-@pytest.mark.parametrize(
-    "answers", ["batch.tokenizer", "batch.tokenizer/x", "x/../batch.tokenizer", "batch.safetensors"]
-)
-def test_answers_in_the_way_of_the_other_files_are_refused(answers: str, tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match=r"--answers must not be .*batch\.\w+ or in it"):
-        check_places(tmp_path / "batch.safetensors", tmp_path / answers, replace=True)
-
-
-def test_a_batch_is_replaced_only_if_asked_to(tmp_path: Path) -> None:
-    out = tmp_path / "batch.safetensors"
-    check_places(out, None, replace=False)
-    out.touch()
-    check_places(out, None, replace=True)
-    with pytest.raises(SetupError, match=r"batch.safetensors exists; --force replaces it$"):
-        check_places(out, None, replace=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,11 +22,6 @@ def prepared() -> Rollout:
     return prepare_rollout(RolloutSettings(num_prompts=2, num_turns=2, max_new_tokens=8))
 
 
-def write_questions(path: Path, *lines: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
 def test_prompts_are_the_questions_as_chats(prepared: Rollout) -> None:
     for question, prompt in zip(prepared.questions, prepared.prompts, strict=True):
         assert prompt.id == question.id
@@ -37,27 +31,11 @@ def test_prompts_are_the_questions_as_chats(prepared: Rollout) -> None:
 
 def test_a_file_gives_its_first_questions(tmp_path: Path) -> None:
     lines = [{"prompt": f"{k}?", "solutions": ["1"], "task_id": k} for k in range(5)]
-    path = write_questions(tmp_path / "q.jsonl", *lines)
+    path = tmp_path / "q.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     few = prepare_rollout(RolloutSettings(dataset=path, num_prompts=2))
     assert [(prompt.id, prompt.task_id) for prompt in few.prompts] == [("q-1", 0), ("q-2", 1)]
     assert len(prepare_rollout(RolloutSettings(dataset=path, num_prompts=9)).prompts) == 5
-
-
-def test_a_question_that_does_not_fit_the_model_is_named(tmp_path: Path) -> None:
-    path = write_questions(
-        tmp_path / "q.jsonl",
-        {"prompt": "short?", "solutions": ["1"]},
-        {"prompt": "%" * 9000, "solutions": ["1"]},
-    )
-    with pytest.raises(SetupError, match=r"question 'q-2' is too long: 9,\d+ tokens and 32 new"):
-        prepare_rollout(RolloutSettings(dataset=path))
-
-
-def test_the_rest_of_a_file_is_not_read(tmp_path: Path) -> None:
-    path = write_questions(tmp_path / "q.jsonl", {"prompt": "1?", "solutions": ["1"]})
-    with path.open("a") as file:
-        file.write("no JSON\n")
-    assert len(prepare_rollout(RolloutSettings(dataset=path, num_prompts=1)).prompts) == 1
 
 
 def test_results_are_put_in_the_order_of_prompts_and_samples(prepared: Rollout) -> None:

@@ -7,7 +7,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from trajpack.agent.agents.chat_messages import ChatMessages
 from trajpack.agent.agents.conversation import (
@@ -187,9 +187,12 @@ class ChatAgent(ConversationAgent):
             one before, so that it begins a new chain.
 
     Raises:
-        ValueError: If an option is out of range; as `SetupError`, where the tokenizer's folder
-            cannot be read.
+        ValueError: If an option is out of range, or the chat template does not show a message of
+            the role; as `SetupError`, where the tokenizer's folder cannot be read.
     """
+
+    role: ClassVar[str | None] = "user"
+    """Role of the messages after a completion; None leaves their check to the agent."""
 
     def __init__(
         self,
@@ -208,6 +211,8 @@ class ChatAgent(ConversationAgent):
         self.tokenizer = load_tokenizer(tokenizer) if is_folder else tokenizer
         self.messages = ChatMessages(self.tokenizer)
         """Encoder of the messages of others."""
+        if self.role is not None:
+            self.messages.check(self.role)
         self.limits = ConversationLimits() if limits is None else limits
         self.turn_discount = turn_discount
         self.check_limits()

@@ -63,6 +63,8 @@ class ToolAgent(ChatAgent):
         A tool and an agent that may use it: see ``examples/calculator.py``.
     """
 
+    role = None
+
     def __init__(  # noqa: PLR0913 - the first three are its parts, the others are options
         self,
         gconfig: Any,
@@ -131,16 +133,15 @@ class ToolAgent(ChatAgent):
 
     def _form(self, name: str | None, default: str | None) -> str:
         """Return the form of calls that the chat template renders, which must be that of a name."""
-        first = next(iter(self.tools))
+        first, said = next(iter(self.tools)), ""
         calls = [ToolCall(first, arguments) for arguments in _PROBES]
-        said = ""
+        forms = [form.names.split()[0] for form in FORMS] if name is None else [name]
         for made, said in self.messages.calling(calls):
-            for form in FORMS if name is None else [form_of(name)]:
-                if tool_calls(said, form.names[0]) == made:
-                    return form.names[0]
-        name = name or default
-        if name is not None and (default is not None or first not in said):
-            return form_of(name).names[0]
+            for form in forms:
+                if tool_calls(said, form) == made:
+                    return form
+        if default is not None or (name is not None and first not in said):
+            return form_of(name or default or "").names.split()[0]
         read = f"{name!r} does not read" if name else "no reader reads"
         raise ValueError(
             f"{read} the calls of the chat template of {self._name}, which writes "

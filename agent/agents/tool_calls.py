@@ -82,11 +82,12 @@ def tool_calls(
         ([], [ToolCallError('the call is not closed')])
     """
     for known in FORMS if form is None else [form_of(form)]:
-        if form is not None or known.sign.search(text):
-            calls = list(_calls(text, known, schemas or {}, thoughts, max_chars))
+        if form is not None or re.search(known.sign or known.begin, text):
+            calls = _calls(text, known, schemas or {}, thoughts, max_chars)
+            if len(calls) > max_calls:
+                calls[max_calls:] = [ToolCallError(f"more than {max_calls} calls in one turn")]
             if calls:
-                many = ToolCallError(f"more than {max_calls} calls in one turn")
-                return calls if len(calls) <= max_calls else [*calls[:max_calls], many]
+                return calls
     return []
 
 
@@ -98,10 +99,11 @@ def _calls(
     max_chars: int,
 ) -> list[ToolCall | ToolCallError]:
     calls: list[ToolCall | ToolCallError] = []
-    closing = re.compile("|".join(re.escape(end) for begin, end in thoughts if not begin) or "(?!)")
-    thought = _thoughts(thoughts)
+    closing = "|".join(re.escape(end) for begin, end in thoughts if not begin) or "(?!)"
     parts = re.compile(
-        f"{form.pattern}|(?P<thought>{thought})|(?P<closing>{closing.pattern})", re.DOTALL
+        rf"(?:{form.begin})(?P<body>.*?)(?P<end>{form.end}|\Z)"
+        rf"|{_thoughts(thoughts)}|(?P<closing>{closing})",
+        re.DOTALL,
     )
     at = 0
     while found := parts.search(text, at):
@@ -116,9 +118,9 @@ def _calls(
                 raise ToolCallError(f"the call is longer than {max_chars} characters")
             calls += form.read(found["body"], schemas)
         except ToolCallError as error:
-            ends = [end.end() for end in closing.finditer(text, found.start("body"), at)]
-            at = ends[-1] if ends else at  # the mark of a call was in thoughts
+            ends = [one.end() for one in re.finditer(closing, found["body"])]
             calls = [] if ends else [*calls, error]
+            at = found.start("body") + ends[-1] if ends else at  # its mark was in thoughts
     return calls
 
 
@@ -135,11 +137,10 @@ def _thoughts(thoughts: Sequence[tuple[str, str]]) -> str:
 
 def form_of(name: str) -> Form:
     """Return a form by one of its names."""
-    for form in FORMS:
-        if name in form.names:
-            return form
-    known = ", ".join(sorted(name for form in FORMS for name in form.names))
-    raise ValueError(f"there is no reader of calls {name!r}; readers: {known}")
+    known = {name: form for form in FORMS for name in form.names.split()}
+    if name not in known:
+        raise ValueError(f"no reader of calls {name!r}; readers: {', '.join(sorted(known))}")
+    return known[name]
 
 
 def _parsed(text: str) -> Any:
@@ -290,67 +291,58 @@ def _pythonic(body: str, schemas: Schemas) -> list[ToolCall]:
 class Form(NamedTuple):
     """Form in which a family of models writes calls."""
 
-    names: tuple[str, ...]
+    names: str
     """Names of parsers of vLLM and SGLang that read it."""
-    sign: re.Pattern[str]
-    """Pattern of a text that has calls of this form."""
-    pattern: str
-    """Pattern of calls; ``body`` is between the marks, ``end`` empty if they are not closed."""
+    begin: str
+    """Pattern of the mark before a call."""
+    end: str
+    """Pattern of the mark behind it."""
     read: Callable[[str, Schemas], list[ToolCall]]
-    """Function of the body."""
-    may_be_open: bool
+    """Function of what is between them."""
+    sign: str = ""
+    """Pattern of a text of this form, where the first mark alone does not tell."""
+    may_be_open: bool = False
     """Whether the end of the text ends a call."""
 
 
-def _form(
-    names: str, begin: str, end: str, read: Any, sign: str = "", *, may_be_open: bool = False
-) -> Form:
-    pattern = rf"(?:{begin})(?P<body>.*?)(?P<end>{end}|\Z)"
-    return Form(tuple(names.split()), re.compile(sign or begin), pattern, read, may_be_open)
-
-
 _XML = rf"<(?P<block>(?:\w+:|{_BAR}DSML{_BAR})?(?:tool_calls?|function_calls))>"
+_GLM = r"<tool_call>\s*[\w.:-]+\s*(?:<arg_key>|</tool_call>)"
+_LLAMA = r"\A|(?<=</think>)|<\|python_tag\|>|<\|end_header_id\|>"
 FORMS = (
-    _form(
+    Form(
         "qwen3_coder qwen3_xml nemotron_v3 seed_oss step3p5 minimax_m2 minimax-m2"
         " deepseek_v32 deepseekv32 deepseek_v4 deepseekv4",
         _XML,
         r"</(?P=block)>",
         _xml,
-        rf"{_XML}\s*<[^<>]*(?:function=|invoke name=)",
+        sign=rf"{_XML}\s*<[^<>]*(?:function=|invoke name=)",
     ),
-    _form(
-        "glm45 glm47 glm glm4_moe",
-        "<tool_call>",
-        "</tool_call>",
-        _glm,
-        r"<tool_call>\s*[\w.:-]+\s*(?:<arg_key>|</tool_call>)",
-    ),
-    _form("hermes qwen qwen25 qwen2_5 mimo", "<tool_call>", "</tool_call>", _hermes),
-    _form("mistral", r"\[TOOL_CALLS\]", r"</s>|(?=\[TOOL_CALLS\])", _mistral, may_be_open=True),
-    _form(
+    Form("glm45 glm47 glm glm4_moe", "<tool_call>", "</tool_call>", _glm, sign=_GLM),
+    Form("hermes qwen qwen25 qwen2_5 mimo", "<tool_call>", "</tool_call>", _hermes),
+    Form("mistral", r"\[TOOL_CALLS\]", r"</s>|(?=\[TOOL_CALLS\])", _mistral, may_be_open=True),
+    Form(
         "deepseek_v3 deepseekv3 deepseek_v31 deepseekv31",
         f"<{_BAR}tool▁call▁begin{_BAR}>",
         f"<{_BAR}tool▁call▁end{_BAR}>",
         _deepseek,
     ),
-    _form("kimi_k2", r"<\|tool_call_begin\|>", r"<\|tool_call_end\|>", _kimi),
-    _form(
+    Form("kimi_k2", r"<\|tool_call_begin\|>", r"<\|tool_call_end\|>", _kimi),
+    Form(
         "openai gpt-oss gpt_oss",
         r"to=functions\.(?=[^\s<]+[^{\n]*<\|message\|>)",
         r"<\|call\|>",
         _harmony,
     ),
-    _form(
+    Form(
         "gemma4 functiongemma",
         r"<\|tool_call>|<start_function_call>",
         r"<tool_call\|>|<end_function_call>",
         _gemma,
     ),
-    _form("lfm2", r"<\|tool_call_start\|>", r"<\|tool_call_end\|>", _pythonic),
-    _form(
+    Form("lfm2", r"<\|tool_call_start\|>", r"<\|tool_call_end\|>", _pythonic),
+    Form(
         "llama3_json llama3 llama4_json",
-        r"(?:\A|(?<=</think>)|<\|python_tag\|>|<\|end_header_id\|>)\s*(?=\{\s*\"(?:name|type)\")",
+        rf"(?:{_LLAMA})\s*(?=\{{\s*\"(?:name|type)\")",
         r"<\|eot_id\|>|<\|eom_id\|>",
         _llama,
         may_be_open=True,

@@ -4,7 +4,6 @@ import asyncio
 import json
 import sys
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -104,15 +103,6 @@ def _raises(a: float) -> None:
     raise ZeroDivisionError("by nothing")
 
 
-class _Broken(Exception):
-    def __str__(self) -> str:
-        raise ValueError("no text")
-
-
-def _raises_badly(a: float) -> None:
-    raise _Broken
-
-
 @pytest.mark.parametrize(
     ("function", "said", "answer"),
     [
@@ -135,26 +125,12 @@ def _raises_badly(a: float) -> None:
         (_ends(GeneratorExit), call("add", a=1), "error: GeneratorExit was raised"),
         (_ends(asyncio.CancelledError), call("add", a=1), "error: CancelledError was raised"),
         (lambda a: _ends(KeyboardInterrupt)(a=a), call("add", a=1), "error: KeyboardInterrupt was"),
-        (_raises_badly, call("add", a=1), "error: _Broken without a text"),
     ],
 )
 def test_whatever_goes_wrong_is_told_to_the_model(function: Any, said: str, answer: str) -> None:
     agent = make(tool(function, timeout_s=0.05, max_chars=20 if "xx" in answer else 4096))
     _, prompts = collect(agent, Judge(), [said + END, f"5{END}"])
     assert prompts[1].removeprefix(PROMPT + said + END).startswith(f"\n<tool>{answer}")
-
-
-def test_a_plain_function_does_not_hold_the_event_loop_up() -> None:
-    async def both() -> bool:
-        is_done = asyncio.Event()
-        slow = asyncio.ensure_future(tool(lambda a: time.sleep(0.2)).call({"a": 1}))
-        slow.add_done_callback(lambda _: is_done.set())
-        await asyncio.sleep(0.01)
-        was_free = not is_done.is_set()
-        await slow
-        return was_free
-
-    assert asyncio.run(both())
 
 
 def test_functions_that_hang_leave_the_threads_of_the_event_loop_alone() -> None:
@@ -196,63 +172,67 @@ def test_calls_are_parsed_strictly() -> None:
     assert isinstance(many[-1], ToolCallError)
 
 
-DEEPSEEK = "<\uff5ctool▁call▁begin\uff5c>{}<\uff5ctool▁call▁end\uff5c>"
 WRITTEN = '{"a": 1, "b": "x"}'
 CALL = ToolCall("add", {"a": 1, "b": "x"})
+NAMED = f'{{"name": "add", "arguments": {WRITTEN}}}'
 
 
 @pytest.mark.parametrize(
     ("form", "text", "calls"),
     [
-        ("llama3", f'<|python_tag|>{{"name": "add", "parameters": {WRITTEN}}}<|eom_id|>', [CALL]),
-        ("llama3_json", "; ".join([f'{{"name": "add", "parameters": {WRITTEN}}}'] * 2), [CALL] * 2),
-        ("mistral", f'[TOOL_CALLS] [{{"name": "add", "arguments": {WRITTEN}}}]</s>', [CALL]),
-        ("mistral", f"I add.[TOOL_CALLS]add[ARGS]{WRITTEN}[TOOL_CALLS]add{WRITTEN}", [CALL] * 2),
-        ("mistral", f"[TOOL_CALLS]add[CALL_ID]abc123def[ARGS]{WRITTEN}</s>", [CALL]),
-        ("deepseekv31", DEEPSEEK.format(f"add<\uff5ctool▁sep\uff5c>{WRITTEN}"), [CALL]),
+        ("llama3", f'<|python_tag|>{{"name": "add", "parameters": {WRITTEN}}}', 1),
+        ("llama3_json", f'{{"name": "add", "parameters": {WRITTEN}}};' * 2, 2),
+        ("mistral", f"[TOOL_CALLS] [{NAMED}]</s>", 1),
+        ("mistral", f"I add.[TOOL_CALLS]add[ARGS]{WRITTEN}[TOOL_CALLS]add{WRITTEN}", 2),
+        ("mistral", f"[TOOL_CALLS]add[CALL_ID]abc123def[ARGS]{WRITTEN}</s>", 1),
+        ("deepseekv31", f"<|tool▁call▁begin|>add<|tool▁sep|>{WRITTEN}<|tool▁call▁end|>", 1),
         (
             "deepseek_v3",
-            DEEPSEEK.format(f"function<\uff5ctool▁sep\uff5c>add\n```json\n{WRITTEN}\n```") * 2,
-            [CALL] * 2,
+            "<|tool▁call▁begin|>function<|tool▁sep|>add\n```json\n"
+            f"{WRITTEN}\n```<|tool▁call▁end|>" * 2,
+            2,
         ),
         (
             "deepseek_v32",
-            '<\uff5cDSML\uff5cfunction_calls><\uff5cDSML\uff5cinvoke name="add">'
-            '<\uff5cDSML\uff5cparameter name="a" string="false">1</\uff5cDSML\uff5cparameter>'
-            '<\uff5cDSML\uff5cparameter name="b" string="true">1</\uff5cDSML\uff5cparameter>'
-            "</\uff5cDSML\uff5cinvoke></\uff5cDSML\uff5cfunction_calls>",
-            [ToolCall("add", {"a": 1, "b": "1"})],
+            '<|DSML|function_calls><|DSML|invoke name="add">'
+            '<|DSML|parameter name="a" string="false">1</|DSML|parameter>'
+            '<|DSML|parameter name="b" string="true">x</|DSML|parameter>'
+            "</|DSML|invoke></|DSML|function_calls>",
+            1,
         ),
         (
             "kimi_k2",
             "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0"
             f"<|tool_call_argument_begin|>{WRITTEN}<|tool_call_end|><|tool_calls_section_end|>",
-            [CALL],
+            1,
         ),
         (
             "openai",
             "<|channel|>analysis<|message|>to=functions.no<|message|>{}<|call|><|end|><|start|>"
             "assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
             f"{WRITTEN}<|call|>",
-            [CALL],
+            1,
         ),
         (
             "seed_oss",
             "<seed:tool_call><function=add><parameter=a>1</parameter><parameter=b>x</parameter>"
             "</function></seed:tool_call>",
-            [CALL],
+            1,
         ),
         (
             "glm47",
-            "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>",
-            [NUMBER],
+            "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>b</arg_key>"
+            "<arg_value>x</arg_value></tool_call>",
+            1,
         ),
     ],
 )
-def test_calls_of_other_families_are_read(form: str, text: str, calls: list[ToolCall]) -> None:
-    assert tool_calls(text, form) == tool_calls(text) == calls
+def test_calls_of_other_families_are_read(form: str, text: str, calls: int) -> None:
+    if form.startswith("deepseek"):
+        text = text.replace("|", "\uff5c")
+    assert tool_calls(text, form) == tool_calls(text) == [CALL] * calls
     (cut, *_) = tool_calls(text[: text.rindex("1") + 1], form)
-    assert isinstance(cut, ToolCallError) or len(calls) == 2
+    assert isinstance(cut, ToolCallError) or calls == 2
 
 
 @pytest.mark.parametrize(
@@ -313,39 +293,6 @@ def test_a_message_has_one_end() -> None:
         assert messages.after([5], "user", ["Next?"]) == whole
 
 
-def test_hostile_text_is_read_in_time_that_grows_with_its_length_alone() -> None:
-    began = time.process_time()
-    tool_calls("<tool_call>" * 100_000, max_calls=1_000_000)
-    tool_calls("<tool_call></tool_call>" * 10_000, max_calls=1_000_000)
-    assert time.process_time() - began < 2
-
-
-class _IgnoresTools(Characters):
-    name_or_path = "mistral/7B"
-
-    def apply_chat_template(self, messages: Any, *, tools: Any = None, **options: Any) -> str:
-        return super().apply_chat_template(messages, **options)
-
-
-class _HasNoRoleForTools(Characters):
-    def apply_chat_template(self, messages: Any, *, tools: Any = None, **options: Any) -> str:
-        if tools:
-            raise KeyError("tools")
-        return super().apply_chat_template(messages, **options)
-
-
-@pytest.mark.parametrize(
-    ("tokenizer", "error"),
-    [
-        (_IgnoresTools(), "the chat template of mistral/7B ignores tools: .* be told of add;"),
-        (_HasNoRoleForTools(), "of _HasNoRoleForTools cannot show tools: KeyError: 'tools'; "),
-    ],
-)
-def test_a_template_that_does_not_show_tools_is_refused(tokenizer: Any, error: str) -> None:
-    with pytest.raises(ValueError, match=error):
-        ToolAgent(SamplingParams(), tokenizer, [tool(max)])
-
-
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
     "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function|tojson }}</tool_call>{% endfor %}"
@@ -388,9 +335,6 @@ def test_a_template_that_does_not_name_each_tool_is_refused(
     with pytest.raises(ValueError, match=rf"not be told of {hidden}; .* own_declaration=True$"):
         with_template(before + CHAT, *names.split())
     with_template(before + CHAT, *names.split(), own_declaration=True)
-    error = "cannot show tools: TemplateError: no tools; .* own_declaration=True$"
-    with pytest.raises(ValueError, match=error):
-        with_template("{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + CHAT, "add")
 
 
 @pytest.mark.parametrize(
@@ -405,13 +349,10 @@ def test_a_template_that_names_each_tool_is_taken(before: str, name: str) -> Non
 
 
 def test_prompts_may_declare_tools_themselves() -> None:
-    agent = make()
-    told = ToolAgent(SamplingParams(), _IgnoresTools(), [tool(max)], own_declaration=True)
     messages = [{"role": "user", "content": "go"}]
-    assert "".join(map(chr, told.prompt_ids(messages))) == PROMPT
-    none = ToolAgent(SamplingParams(), _IgnoresTools(), [])
-    assert none.prompt_ids(messages) == told.prompt_ids(messages)
-    assert "".join(map(chr, agent.prompt_ids(messages))) == f"<tools>add{END}\n{PROMPT}"
+    for agent in (make(own_declaration=True), ToolAgent(SamplingParams(), Characters(), [])):
+        assert "".join(map(chr, agent.prompt_ids(messages))) == PROMPT
+    assert "".join(map(chr, make().prompt_ids(messages))) == f"<tools>add{END}\n{PROMPT}"
 
 
 def test_the_tiny_models_template_tells_of_each_tool_in_one_system_message() -> None:
@@ -429,6 +370,10 @@ def test_the_tiny_models_template_tells_of_each_tool_in_one_system_message() -> 
 @pytest.mark.parametrize(
     ("make_it", "error"),
     [
+        (
+            lambda: with_template("{% if tools %}{{ raise_exception('no') }}{% endif %}", "add"),
+            "cannot show tools: TemplateError: no; .* own_declaration=True$",
+        ),
         (lambda: make(read_calls="xml"), "no reader of calls 'xml'; readers: deepseek_v3, "),
         (lambda: make(read_calls="mistral"), "'mistral' does not read the calls of the chat templ"),
         (lambda: make(tool(max), tool(min)), r"two tools have one name: \['add', 'add'\]"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -44,7 +44,7 @@ class Answer:
     status: int = 200
     body: bytes | Any = b""
     headers: dict[str, str] = field(default_factory=dict)
-    raw: bytes | None = None
+    raw: bytes | Iterable[bytes] | None = None
     """Sent in place of everything; the connection is closed after it."""
 
 
@@ -130,8 +130,8 @@ class Loopback:
         if answer is None:
             return False
         if answer.raw is not None:
-            writer.write(answer.raw)
-            with suppress(ConnectionError):
+            for piece in [answer.raw] if isinstance(answer.raw, bytes) else answer.raw:
+                writer.write(piece)
                 await writer.drain()
             return False
         content = answer.body if isinstance(answer.body, bytes) else encode(answer.body)
@@ -258,25 +258,6 @@ def gated(gate: asyncio.Event, say: Say) -> Say:
         return await say(asked)
 
     return drawing(draw, say)
-
-
-@asynccontextmanager
-async def raw_server(
-    serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
-) -> AsyncIterator[str]:
-    """Let ``serve`` deal with each connection; yield the address."""
-    tasks: set[asyncio.Future[None]] = set()
-
-    async def keep(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        tasks.add(asyncio.current_task())  # type: ignore[arg-type]
-        with suppress(ConnectionError, asyncio.IncompleteReadError):
-            await serve(reader, writer)
-        writer.transport.abort()
-
-    server = await asyncio.start_server(keep, "127.0.0.1", 0)
-    async with server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    await asyncio.gather(*tasks)
 
 
 @asynccontextmanager

@@ -11,7 +11,6 @@ from trajpack.agent.protocols import (
     Environment,
     Generate,
     GenerationOutput,
-    GenerationRequest,
     Prompt,
     SamplingParams,
 )
@@ -68,26 +67,18 @@ class QueueAgent:
         """Run one episode and return its trajectories."""
         obs_queue, act_queue = asyncio.Queue[Any](), asyncio.Queue[Any]()
 
-        async def answer(request: GenerationRequest) -> None:
-            qid, token_ids, sampling = request
-            if qid != prompt.id:
-                raise EpisodeError(prompt.id, f"the agent put a request with the qid {qid!r}")
-            act_queue.put_nowait(_reply(qid, await generate(token_ids, sampling)))
-
         async def serve() -> None:
-            async with asyncio.TaskGroup() as requests:
-                while True:
-                    requests.create_task(answer(await obs_queue.get()))
+            while True:
+                qid, token_ids, sampling = await obs_queue.get()
+                if qid != prompt.id:
+                    raise EpisodeError(prompt.id, f"the agent put a request with the qid {qid!r}")
+                act_queue.put_nowait(_reply(qid, await generate(token_ids, sampling)))
 
-        serving = asyncio.ensure_future(serve())
-        playing = asyncio.ensure_future(
-            self.agent.collect_trajectory(prompt, env, obs_queue, act_queue)
-        )
+        episode = self.agent.collect_trajectory(prompt, env, obs_queue, act_queue)
+        serving, playing = asyncio.ensure_future(serve()), asyncio.ensure_future(episode)
         try:
             await asyncio.wait({serving, playing}, return_when=asyncio.FIRST_COMPLETED)
-            found: list[Trajectory] = await (playing if playing.done() else serving)
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from errors
+            found: list[Trajectory] = await (playing if playing.done() else serving)  # type: ignore[assignment]
         finally:
             for task in (serving, playing):
                 task.cancel()

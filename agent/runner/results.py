@@ -131,8 +131,7 @@ class Counters:
         self.counts: Counter[str] = Counter()
         self._reward_sum = 0.0
         self._began = time.monotonic()
-        self._causes: Counter[str] = Counter()
-        self._rejections: Counter[str] = Counter()
+        self._reasons: Counter[str] = Counter()
         self._first_error: Exception | None = None
         self._num_judged = 0
         self._is_of_use = False
@@ -159,31 +158,23 @@ class Counters:
     def count_group(self, group: GroupResult) -> None:
         """Count why a group cannot be trained; after a hundred episodes without use, say so."""
         self._num_judged += len(group.results)
-        self._rejections[group.rejected or "no generated token"] += 1
+        self._reasons[group.rejected or "no generated token"] += 1
         self._is_of_use |= group.rejected is None and any(
             len(turn.completion_ids) for turn in group.turns
         )
-        for result in group.results:
-            if result.error is not None:
-                self._causes[result.error.cause] += 1
-                self._first_error = self._first_error or result.error
+        errors = (result.error for result in group.results if result.error is not None)
+        self._first_error = self._first_error or next(errors, None)
         if self._num_judged >= _EARLY:
             self.log_outcome()
 
     def log_outcome(self) -> None:
         """Log a line if the run gave nothing to train on, once."""
-        if self._is_of_use or not self._rejections:
-            return
-        self._is_of_use = True  # so that no other line follows
-        reasons, causes = _counted(self._rejections), _counted(self._causes)
-        _logger.error(
-            "%d episodes gave nothing to train on: %s; failed, by cause: %s; the first error: %s",
-            self._num_judged,
-            one_line(reasons),
-            one_line(causes),
-            one_line(self._first_error),
-        )
-
-
-def _counted(counts: Counter[str]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in counts.most_common()) or "none"
+        if self._reasons and not self._is_of_use:
+            self._is_of_use = True  # so that no other line follows
+            reasons = ", ".join(f"{name} {count}" for name, count in self._reasons.most_common())
+            _logger.error(
+                "%d episodes gave nothing to train on, groups: %s; the first error: %s",
+                self._num_judged,
+                one_line(reasons),
+                one_line(self._first_error),
+            )

@@ -17,12 +17,10 @@ class RolloutRunner(RunnerContext):
     """Rolls prompts out: one agent and one environment, any number of episodes at once.
 
     Sample ``k`` of the prompt ``q`` is the episode ``q@k``. Its trajectories get the group
-    ``q``, unless the agent gave them one, so that samples of a prompt can be compared. A prompt
-    that comes again in a run goes on counting, in the group ``q#1``.
-
-    A failed episode is data: a result with an error and no trajectories, whatever exception was
-    raised, except `KeyboardInterrupt` and `SystemExit`. Trajectories that an agent returns are
-    checked as a `TrajectoryBuffer` would check them.
+    ``q``, unless the agent gave them one. A prompt that comes again in a run goes on counting, in
+    the group ``q#1``. A failed episode is data: a result with an error and no trajectories,
+    whatever was raised, except `KeyboardInterrupt` and `SystemExit`. Trajectories are checked as a
+    `TrajectoryBuffer` would check them.
 
     Args:
         engine: Engine that the caller has entered; it is not closed here.
@@ -34,15 +32,14 @@ class RolloutRunner(RunnerContext):
         sampling: Sampling parameters of requests that name none; None takes `SamplingParams()`.
         policy: Retries, time limits, staleness, groups, and the seed.
         observers: Told of every step. An exception of one is logged and goes no further.
-        finished: Names of episodes that were finished before and are not started again, such as
-            those of a `TrajectoryLog`. A group is started as a whole, unless ``group_size`` of
-            its episodes are finished.
+        finished: Names of episodes that are not started again, such as those of a
+            `TrajectoryLog`. A group is started as a whole, unless ``group_size`` of its episodes
+            are finished.
         on_progress: Called while results are waited for, after replies of the engine and
             before each result is handed over. Its exception ends the run.
 
     Raises:
-        TypeError: If the agent has no coroutine, a count is no integer, ``finished`` is one text
-            or ``policy`` no `RolloutPolicy`.
+        TypeError: If the agent has no coroutine, or an option is of the wrong kind.
         ValueError: If ``concurrency`` or ``group_size`` is below 1.
     """
 
@@ -53,14 +50,10 @@ class RolloutRunner(RunnerContext):
     async def run(self, prompts: Prompts) -> AsyncGenerator[EpisodeResult, None]:
         """Yield a result for each episode, in the order in which they finish.
 
-        Prompts are taken one by one, as episodes end. An exception in an episode, from
-        the agent or the environment, is its result's ``error``. Leaving the loop early,
-        closing the generator or cancelling the task that iterates cancels every episode
-        in flight; close the generator with `contextlib.aclosing` if that must have happened before
-        the next statement.
-
-        Once an episode has failed because the engine ended, no new ones start; those in
-        flight still give their results. A run that ends without a single success logs an error.
+        Prompts are taken one by one, as episodes end. Leaving the loop early, closing the generator
+        or cancelling the task that iterates cancels every episode in flight; close the generator
+        with `contextlib.aclosing` if that must have happened before the next statement. Once an
+        episode has failed because the engine ended, no new ones start.
 
         Raises:
             RuntimeError: If the engine reports that it has not been entered, or was left.
@@ -79,12 +72,9 @@ class RolloutRunner(RunnerContext):
         """Yield a group for each prompt, in the order in which they are complete.
 
         Groups that the policy rejects are yielded too, with the reason. For staleness, a group
-        counts as one result. Otherwise as `run`; an episode that was stopped counts as failed,
-        and a group that was stopped before all of its episodes started is not complete.
-
-        Raises:
-            Exception: As iterating ``prompts``, ``on_progress`` or a filter raised it; episodes
-                in flight are cancelled.
+        counts as one result. An episode that was stopped counts as failed, and a group that was
+        stopped before all of its episodes started is not complete. Otherwise as `run`; a filter may
+        raise, too.
         """
         with self._running(prompts, by_group=True) as run:
             async with aclosing(run.results()) as groups:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
+from typing import Any
 
 from trajpack.agent.seeding import derive_seed
 
@@ -86,6 +87,8 @@ class FaultPlan:
     late_s: float = 90.0
     counts: Counter[tuple[str, Fault]] = field(default_factory=Counter)
     """Faults injected, by place and kind."""
+    twice: dict[str, Any] = field(default_factory=dict)
+    """Replies that come again in place of the next one, by episode."""
     _attempts: dict[str, int] = field(default_factory=dict)
     _counts: dict[str, Counter[str]] = field(default_factory=dict)
     _injected: dict[str, list[tuple[str, Fault]]] = field(default_factory=dict)
@@ -147,6 +150,7 @@ class FaultPlan:
         """Forget an episode; return the faults of its last attempt."""
         self._attempts.pop(qid, None)
         self._counts.pop(qid, None)
+        self.twice.pop(qid, None)
         return self._injected.pop(qid, [])
 
     def _fault(self, place: str, qid: str, attempt: int, turn: int) -> Fault | None:

@@ -16,14 +16,10 @@ from trajpack.agent.protocols import Environment, GenerationOutput, GenerationRe
 class FaultyEngine(MarkingEngine):
     """Answers most requests as they should be."""
 
-    def __init__(self, plan: FaultPlan, version: int = 0) -> None:
-        super().__init__(plan, version)
-        self._twice: dict[str, GenerationOutput] = {}
-
     async def answer(self, request: GenerationRequest, attempt: int, turn: int) -> GenerationOutput:
         fault = self.plan.engine_fault(request.qid, attempt, turn)
         self.plan.inject("engine", request.qid, fault)
-        if (earlier := self._twice.pop(request.qid, None)) is not None and turn:
+        if (earlier := self.plan.twice.pop(request.qid, None)) is not None and turn:
             return earlier
         reply = await super().answer(request, attempt, turn)
         match fault:
@@ -34,7 +30,7 @@ class FaultyEngine(MarkingEngine):
             case Fault.LATE:
                 await asyncio.sleep(self.plan.late_s)
             case Fault.DUPLICATE:
-                self._twice[request.qid] = reply
+                self.plan.twice[request.qid] = reply
         return _spoilt(reply, fault, self.plan, (request.qid, attempt, turn))
 
 

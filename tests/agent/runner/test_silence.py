@@ -177,7 +177,7 @@ def test_a_run_is_warned_of_more_and_more_rarely(said: Said) -> None:
     assert causes(roll_skipping(Slow(1e9), TwoTurns(), policy=policy)) == {"timeout"}
     seconds = [int(line.split(" s:")[0].split()[-1]) for line in said()[:-1]]
     assert seconds == [10 * 2**k for k in range(9)]
-    assert said()[-1].startswith("3 episodes gave nothing to train on: failed 3; ")
+    assert said()[-1].startswith("3 episodes gave nothing to train on, groups: failed 3; ")
 
 
 @pytest.mark.parametrize(("wait_s", "patience_s"), [(9.0, 10.0), (50.0, None), (50.0, 60.0)])
@@ -280,7 +280,7 @@ def test_a_run_that_gives_nothing_says_so_once_and_early(
     (line,) = said()
     num_episodes = min(2 * count, 100)
     assert line.startswith(
-        f"{num_episodes} episodes gave nothing to train on: {reason} {num_episodes // 2}; "
+        f"{num_episodes} episodes gave nothing to train on, groups: {reason} {num_episodes // 2}; "
     )
     assert ("ZeroDivisionError: no such luck\\nforged line" in line) is (reason == "failed")
     assert ("first error: None" in line) is (reason != "failed")

@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from operator import attrgetter
@@ -61,10 +61,9 @@ class LoggedTurn:
 class AnswerLog:
     """A folder of answers.
 
-    Each file holds one whole episode at any time: all files of an episode are written beside
-    their places and then moved there, and where that fails none is left. A later episode of
-    the same id and version replaces an earlier one. Text of a model is escaped, so it can neither
-    forge a line of the log nor command a terminal.
+    A file is written beside its place and then moved there, so that it holds a whole episode at any
+    time. A later episode of the same id and version replaces an earlier one. Text of a model is
+    escaped, so it can neither forge a line of the log nor command a terminal.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -82,14 +81,12 @@ class AnswerLog:
     def _write(self, qid: str, turns: Sequence[LoggedTurn]) -> None:
         name = answer_file_name(qid)
         by_version = attrgetter("version_start")
-        texts: dict[Path, str] = {}
         for version, group in groupby(sorted(turns, key=by_version), by_version):
             logged = list(group)
             folder = self.folder / str(int(version))
             folder.mkdir(parents=True, exist_ok=True)
-            texts[folder / f"{name}.txt"] = "".join(_as_text(qid, turn) for turn in logged)
-            texts[folder / f"{name}.jsonl"] = "".join(_as_json(qid, turn) for turn in logged)
-        _replace(texts)
+            _replace(folder / f"{name}.txt", "".join(_as_text(qid, turn) for turn in logged))
+            _replace(folder / f"{name}.jsonl", "".join(_as_json(qid, turn) for turn in logged))
 
 
 def answer_file_name(qid: str) -> str:
@@ -137,18 +134,10 @@ def _indented(text: str) -> str:
     return "".join(f"    {printable(line)}\n" for line in text.split("\n"))
 
 
-def _replace(texts: Mapping[Path, str]) -> None:
-    """Write all files beside their places, then move all; leave none where one fails."""
-    mark = uuid.uuid4().hex
-    unfinished = {path: path.with_name(f"{path.name}.{mark}.tmp") for path in texts}
-    moved: list[Path] = []
+def _replace(path: Path, text: str) -> None:
+    unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     try:
-        for path, text in texts.items():
-            unfinished[path].write_text(text, encoding="utf-8", newline="\n")
-        for path in texts:
-            unfinished[path].replace(path)
-            moved.append(path)
-    except OSError:
-        for left in (*unfinished.values(), *moved):
-            left.unlink(missing_ok=True)
-        raise
+        unfinished.write_text(text, encoding="utf-8", newline="\n")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -262,7 +262,7 @@ def coroutine_of(agent: Any) -> Callable[[Prompt, Any, Generate], Awaitable[Any]
     Raises:
         TypeError: If it has neither.
     """
-    function = agent if callable(agent) else getattr(agent, "run", None)
+    function: Callable[..., Any] | None = agent if callable(agent) else getattr(agent, "run", None)
     if not callable(function):
         raise TypeError(
             "an agent must have a coroutine run(prompt, env, generate) or be one, got "
@@ -283,13 +283,10 @@ async def run_episode(
         generate: Asks the other system's engine.
 
     Returns:
-        The agent's trajectories, checked as a `TrajectoryBuffer` would check them; those without a
-        group get the name of the task.
+        The agent's trajectories; those without a group get the name of the task.
 
     Raises:
-        TypeError: If the agent returns no list of trajectories, or a value in it is of the wrong
-            kind.
-        ValueError: If a value in it is out of range, or lengths disagree.
+        TypeError, ValueError: If a `TrajectoryBuffer` would not take what the agent returns.
         Exception: As the agent raised it.
     """
     given = await coroutine_of(agent)(prompt, env, generate)

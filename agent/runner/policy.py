@@ -22,8 +22,8 @@ RETRIED = CAUSES - {"agent", "cancelled", "ended", "refused"}
 class BackOff:
     """Exponential wait of a failed episode before its retry.
 
-    It doubles each time and is shortened by up to a half, by a number drawn from the episode's
-    name, so that episodes which failed together do not come back together.
+    It doubles each time and is shortened by up to a half, by the episode's name, so that episodes
+    which failed together do not come back together.
 
     Attributes:
         initial_s: Seconds after the first attempt at most; 0 or more.
@@ -104,17 +104,10 @@ class StalenessPolicy:
 class StalenessGate:
     """Limit on the results under way, by the version of the engine's weights.
 
-    The version after ``v`` is trained on the results number ``v * batch_size`` and on. So with
-    weights of version ``v``, results may begin as long as those accepted and those under way are
-    fewer than ``(max_staleness + v + 1) * batch_size``: the rule of AReaL (arXiv 2505.24298,
+    With weights of version ``v``, results may begin as long as those accepted and those under way
+    are fewer than ``(max_staleness + v + 1) * batch_size``: the rule of AReaL (arXiv 2505.24298,
     equation 3). A result is under way from its beginning until it is handed over; one that failed
     or was rejected gives its place back.
-
-    Example:
-        >>> gate = StalenessGate(StalenessPolicy(max_staleness=0, batch_size=2, num_accepted=0))
-        >>> gate.begin(version=0)
-        >>> gate.capacity(version=0), gate.capacity(version=1)
-        (1, 3)
     """
 
     def __init__(self, policy: StalenessPolicy) -> None:

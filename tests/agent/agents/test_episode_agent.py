@@ -15,7 +15,6 @@ from trajpack.agent import (
     EpisodeResult,
     FunctionEngine,
     GenerationError,
-    GenerationOutput,
     Prompt,
     RolloutRunner,
     SamplingParams,
@@ -76,18 +75,6 @@ def test_completions_are_turns_and_the_prompt_is_the_agents() -> None:
         assert list(first.completion_ids) == [begin + 2, begin + 3]
         assert (first.reward, first.truncated, first.version_start) == (0.0, False, 4)
         assert (list(second.prompt_ids), second.reward, second.truncated) == ([99], 1.0, True)
-
-
-def test_rows_of_extra_fields_arrive() -> None:
-    async def function(prompt_ids: Any, sampling: Any) -> GenerationOutput:
-        rows = {"temperatures": [0.5]}
-        return GenerationOutput("", prompt_ids, [1], [-0.5], False, 4, 4, fields=rows)
-
-    async def body(agent: EpisodeAgent, prompt: Prompt) -> list[Turn]:
-        return [await agent.generate(prompt.input_ids)]
-
-    (result,) = rolled_out(Written(body), function)
-    assert result.turns[0].fields == {"temperatures": [0.5]}
 
 
 def test_calls_of_several_tasks_get_their_own_completions() -> None:

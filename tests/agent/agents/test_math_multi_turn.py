@@ -113,15 +113,6 @@ def test_the_episode_goes_on_unless_told_to_stop(judge: Any, option: str) -> Non
     assert len(run(make(num_turns=3, **{option: True}), judge(), *replies)[0].turns) == 2
 
 
-def test_cancellation_by_a_timeout_of_the_caller_stays_a_timeout() -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(0.01):
-            await collect_async(make(), Judge(0), [])
-
-    with pytest.raises(TimeoutError):
-        asyncio.run(limited())
-
-
 def test_the_log_shows_each_turn_with_its_own_prompt(tmp_path: Path) -> None:
     run(make(num_turns=2, answer_save_path=tmp_path), Judge(0, 1), *says("3", "2"))
     text = (tmp_path / "0" / "q0@0.txt").read_text()

@@ -91,23 +91,6 @@ def test_a_group_with_a_failure_is_kept_or_dropped(
     assert found["q2"].trajectories == ()
 
 
-def test_failures_are_replaced_by_further_samples() -> None:
-    agent = failing("q0@1", "q0@3", "q0@2")
-    found = roll_groups(agent, prompts(2), group_size=3, policy=rules("refill"))
-    group = by_prompt(found)["q0"]
-    assert [result.sample for result in group.results] == [0, 1, 2, 3, 4, 5]
-    assert [result.error is None for result in group.results] == [True, *[False] * 3, *[True] * 2]
-    assert group.rejected is None
-    assert len(by_prompt(found)["q1"].results) == 3
-
-
-def test_a_group_that_needs_too_many_samples_is_given_up() -> None:
-    agent = failing(*(f"q0@{k}" for k in range(1, 9)))
-    policy = rules("refill", max_refills=3)
-    (group,) = roll_groups(agent, prompts(1), group_size=2, policy=policy)
-    assert (group.rejected, len(group.results)) == ("incomplete", 5)
-
-
 def test_filters_reject_whole_groups_by_what_did_not_fail() -> None:
     asked: list[int] = []
 

@@ -12,7 +12,6 @@ import pytest
 from tests.agent.runner.runner_cases import (
     EchoEngine,
     TwoTurns,
-    failing,
     prompts,
     runner,
     serve,
@@ -144,33 +143,6 @@ def test_no_more_episodes_begin_than_the_weights_allow(max_staleness: int) -> No
                 assert waiting.result().error is None
 
     serve(body)
-
-
-def test_results_that_were_not_taken_count_as_under_way() -> None:
-    async def body(engine: EchoEngine) -> None:
-        run = runner(engine, TwoTurns(), policy=fresh(0, 4))
-        gate = run.staleness
-        assert gate is not None
-        async with aclosing(run.run(prompts(100))) as results:
-            await take(results, 1)
-            await asyncio.sleep(0.1)
-            assert len(engine.opened) == 4
-            assert (gate.num_accepted, gate.num_running) == (1, 3)
-        assert (gate.num_accepted, gate.num_running) == (1, 0)
-
-    serve(body)
-
-
-def test_a_failed_result_gives_its_place_to_another() -> None:
-    async def body(engine: EchoEngine) -> list[EpisodeResult]:
-        run = runner(engine, failing("q0@0", "q2@0", "q3@0"), policy=fresh(0, 4))
-        async with aclosing(run.run(prompts(100))) as results:
-            found = await take(results, 7)
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(anext(results), 0.1)
-            return found
-
-    assert sum(result.error is None for result in serve(body)) == 4
 
 
 def test_a_paused_runner_looks_for_new_weights_when_it_goes_on(

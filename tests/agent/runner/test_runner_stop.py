@@ -75,23 +75,6 @@ def test_stopping_does_not_wait_for_the_next_prompt(drain: bool) -> None:
     serve(body)
 
 
-def test_an_episode_that_waits_for_its_next_attempt_is_cancelled_too() -> None:
-    async def fail(prompt: Prompt) -> None:
-        raise GenerationError(prompt.id, "lost")
-
-    async def body(engine: EchoEngine) -> list[EpisodeResult]:
-        policy = RolloutPolicy(retries=RetryPolicy(2, wait=BackOff(60.0, 60.0)))
-        run = runner(engine, TwoTurns(before=fail), concurrency=1, policy=policy)
-        reading = asyncio.create_task(take(run.run(prompts(2))))
-        await asyncio.sleep(0.05)
-        run.stop(drain=False)
-        return await reading
-
-    results = serve(body)
-    assert sorted(result.qid for result in results) == ["q0@0", "q1@0"]
-    assert {type(result.error) for result in results} == {EpisodeCancelledError}
-
-
 def test_no_episode_is_tried_again_once_a_run_drains() -> None:
     async def body(engine: EchoEngine) -> list[EpisodeResult]:
         async def fail(prompt: Prompt) -> None:
@@ -214,32 +197,6 @@ def test_a_task_that_still_asks_when_its_episode_ends_is_cancelled() -> None:
             pass
 
     serve(body, Slow())
-
-
-class AsksTwiceAtOnce(TwoTurns):
-    """Asks for a second reply before the first has come."""
-
-    async def run(self, prompt: Prompt, env: Any, generate: Any) -> list[Trajectory]:
-        async def later() -> Turn:
-            await asyncio.sleep(0.02)
-            turn: Turn = await generate(prompt.input_ids)
-            return turn
-
-        turns = await asyncio.gather(generate(prompt.input_ids), later())
-        return [Trajectory(prompt.id, turns)]
-
-
-def test_a_draining_pause_does_not_wait_for_agents_that_it_holds_up() -> None:
-    async def body(engine: EchoEngine) -> None:
-        run = runner(engine, AsksTwiceAtOnce())
-        rolling = asyncio.create_task(take(run.run(prompts(1))))
-        await asyncio.sleep(0.01)
-        async with run.paused(drain=True):
-            await asyncio.sleep(0.03)
-            assert not rolling.done()
-        assert (await rolling)[0].error is None
-
-    serve(body)
 
 
 @pytest.mark.parametrize("limit", ["episode_timeout_s", "generation_timeout_s"])

@@ -245,7 +245,7 @@ class TRLRollout:
         if trainer.chat_template_kwargs and hasattr(self.agent, "prompt_ids"):
             raise ValueError(
                 f"chat_template_kwargs={trainer.chat_template_kwargs} of the trainer: the agent "
-                "makes the prompts, and they would not reach its tokenizer's chat template"
+                "makes the prompts without them; leave them out, and override its prompt_ids"
             )
         gconfig = getattr(self.agent, "gconfig", None)
         sampled = sampling_option(gconfig, "temperature", None)

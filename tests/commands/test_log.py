@@ -248,14 +248,3 @@ def test_a_log_of_a_program_is_replayed_without_a_tokenizer(tmp_path: Path) -> N
     (tmp_path / "batch.tokenizer" / "tokenizer_config.json").write_text("{}")
     said = refusal("replay", folder, "--out", out, "--force")
     assert said.endswith("is that of another batch")
-
-
-def test_a_damaged_log_is_refused_in_one_escaped_line(tmp_path: Path) -> None:
-    with TrajectoryLog.open(tmp_path) as log:
-        log.append("worse\x1b[2J\nline", [Trajectory("q", [Turn([1], [2], [-1.0])])])
-    content = (tmp_path / "log.sqlite").read_bytes()
-    place = content.index(b"tpe1") + 8
-    (tmp_path / "log.sqlite").write_bytes(content[:place] + b"\xff" + content[place + 1 :])
-    said = refusal("replay", tmp_path)
-    assert "log.sqlite is damaged: episode" in said
-    assert "\x1b" not in said

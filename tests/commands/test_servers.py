@@ -116,7 +116,6 @@ def test_servers_are_refused_in_one_line(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs ray")
 @pytest.mark.usefixtures("cluster")
 def test_a_rollout_over_ray_goes_on_from_its_log(tmp_path: Path) -> None:

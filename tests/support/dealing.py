@@ -10,7 +10,6 @@ ON_THE_CLUSTER = "ray"
 CLUSTER_FILES = {
     "tests/agent/ray/test_training_example.py",
     "tests/agent/ray/test_workers.py",
-    "tests/agent/rollout/test_workers.py",
     "tests/commands/test_servers.py",
 }
 LONGEST = (

@@ -26,19 +26,15 @@ def is_harmless(line: str) -> bool:
     return line.isprintable() and len(line) < 2000
 
 
-def test_hostile_text_becomes_one_short_printable_line() -> None:
-    shown = one_line(HOSTILE)
-    assert is_harmless(shown)
-    assert shown.startswith("x\\r\\n2026-01-01 ERROR forged\\x1b[2J\\x00\\u2028\\u202e\\ud800{0.")
-    assert shown.endswith(f"... ({len(HOSTILE) - 300:,} more characters)")
-
-
 class Mute(Exception):
     def __str__(self) -> str:
         raise ZeroDivisionError
 
 
 def test_a_line_is_plain_text_cut_between_escapes() -> None:
+    shown = one_line(HOSTILE)
+    assert is_harmless(shown)
+    assert shown.startswith("x\\r\\n2026-01-01 ERROR forged\\x1b[2J\\x00\\u2028\\u202e\\ud800{0.")
     for text in ("Größe 数 🙂: fine", "a" * 300):
         assert one_line(text) == text
     assert one_line("\n\n\n", max_chars=2) == "\\n\\n... (1 more characters)"

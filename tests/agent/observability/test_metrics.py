@@ -1,14 +1,19 @@
+"""The metrics, and the guide and the dashboard that tell of them, all of them and no others."""
+
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Metric
 
 from trajpack.agent import errors
 from trajpack.agent.errors import CAUSES
-from trajpack.agent.observability.metrics import RolloutMetrics
+from trajpack.agent.observability.metrics import LABELS, RolloutMetrics
 from trajpack.agent.protocols import GenerationOutput, Prompt
 from trajpack.agent.runner.runner import EpisodeResult
 from trajpack.packing.buffer.buffer import pack
@@ -233,3 +238,53 @@ def test_breaks_are_not_counted_where_sequences_are_not_chains(watched: Watched)
     assert watched("packed_continuations_total") == watched("prefix_breaks_total") == 0
     assert watched("rectangle_fill_ratio_count") == 1
     assert watched("pack_seconds_count") == 2
+
+
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE = (DOCS / "observability.md").read_text()
+DASHBOARD: dict[str, Any] = json.loads((DOCS / "dashboards" / "rollout.json").read_text())
+QUERIES = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
+
+
+def families() -> list[Metric]:
+    return list(RolloutMetrics().registry.collect())
+
+
+def sample_names(family: Metric) -> set[str]:
+    return {sample.name for sample in family.samples}
+
+
+def test_every_metric_of_the_dashboard_exists_and_every_one_is_shown() -> None:
+    asked = {name for query in QUERIES for name in re.findall(r"trajpack_\w+", query)}
+    for family in families():
+        assert asked & sample_names(family), f"no panel shows {family.name}"
+    assert asked <= set().union(*map(sample_names, families()))
+
+
+def test_counters_and_histograms_are_asked_for_rates_and_gauges_for_values() -> None:
+    kinds = {name: family.type for family in families() for name in sample_names(family)}
+    for query in QUERIES:
+        for rate, name in re.findall(r"(rate\()?(trajpack_\w+)", query):
+            assert bool(rate) == (kinds[name] in {"counter", "histogram"}), query
+        assert query.count("(") == query.count(")"), query
+        for label in re.findall(r"sum by \((\w+)\)", query):
+            assert label in {*LABELS, "le"}
+
+
+def test_the_page_has_a_row_for_each_metric_in_its_words() -> None:
+    rows = []
+    for family in families():
+        name = family.name + ("_total" if family.type == "counter" else "")
+        labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+        shown = "".join(f"`{label}`" for label in labels)
+        rows.append(f"| `{name}` | {family.type} | {shown} | {family.documentation} |")
+    assert "\n".join(rows) in PAGE
+
+
+def test_labels_have_the_values_that_the_page_lists() -> None:
+    values = {
+        item for family in families() for one in family.samples for item in one.labels.items()
+    }
+    for label, known in LABELS.items():
+        assert {value for name, value in values if name == label} == set(known)
+        assert label == "stage" or all(f"`{value}`" in PAGE for value in known)

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client import start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.agent.runner.runner_cases import EchoEngine
+from tests.agent.runner.runner_cases import EchoEngine, TwoTurns, prompts, runner, until
 from trajpack.agent.errors import ServerUnavailableError
 from trajpack.agent.observability.metrics import RolloutMetrics
 from trajpack.agent.observability.tracing import RolloutTracer
@@ -27,10 +27,12 @@ from trajpack.agent.protocols import (
     GenerationRequest,
     Prompt,
 )
+from trajpack.agent.runner.policy import BackOff, RetryPolicy, RolloutPolicy, StalenessPolicy
 from trajpack.agent.runner.runner import EpisodeResult, RolloutRunner
 from trajpack.packing.types import Trajectory
 
-NUM_PROMPTS = 150
+PROMPTS = [Prompt(f"q{k}", [1, 2, 3]) for k in range(150)]
+A_WHILE_S = 0.05
 
 
 class ShuffledEngine(EchoEngine):
@@ -92,6 +94,9 @@ class Watch:
     def __call__(self, name: str, **labels: str) -> float | None:
         return self.metrics.registry.get_sample_value(f"trajpack_{name}", labels)
 
+    def wait(self, what: str, *, reason: str) -> float:
+        return self(f"queue_wait_seconds_{what}", reason=reason) or 0.0
+
     def runner(self, engine: ShuffledEngine, **options: Any) -> RolloutRunner:
         observers = [self.metrics, self.tracer]
         return RolloutRunner(engine, ThreeTurns(), Judge(), observers=observers, **options)
@@ -101,10 +106,6 @@ class Watch:
         assert self("episodes_in_flight") == 0
         for stage in ("generation", "verification"):
             assert self("turns_in_flight", stage=stage) == 0
-
-
-def prompts(count: int = NUM_PROMPTS) -> list[Prompt]:
-    return [Prompt(f"q{k}", [1, 2, 3]) for k in range(count)]
 
 
 def scraped(port: int) -> dict[str, float]:
@@ -121,7 +122,7 @@ def scraped(port: int) -> dict[str, float]:
 async def run_all(watch: Watch, port: int) -> tuple[list[EpisodeResult], float]:
     results, most_in_flight = [], 0.0
     async with ShuffledEngine() as engine:
-        async for result in watch.runner(engine, group_size=2, concurrency=64).run(prompts()):
+        async for result in watch.runner(engine, group_size=2, concurrency=64).run(PROMPTS):
             results.append(result)
             if len(results) == 50:
                 page = await asyncio.to_thread(scraped, port)
@@ -139,7 +140,7 @@ def test_a_run_with_failures_is_counted_to_the_last_episode() -> None:
     thread.join()
     assert 0 < in_flight <= 64
     watch.check_nothing_is_left()
-    tenth = 2 * NUM_PROMPTS // 10
+    tenth = 2 * len(PROMPTS) // 10
     assert len(results) == 10 * tenth
     assert page["trajpack_episodes_finished_total"] == 7 * tenth
     assert watch("episodes_failed_total", cause="unavailable") == tenth
@@ -188,7 +189,7 @@ def test_a_run_that_is_left_early_leaves_nothing_open() -> None:
 
     async def body() -> None:
         async with ShuffledEngine() as engine:
-            async with aclosing(watch.runner(engine, concurrency=50).run(prompts())) as results:
+            async with aclosing(watch.runner(engine, concurrency=50).run(PROMPTS)) as results:
                 for _ in range(60):
                     await anext(results)
             watch.check_nothing_is_left()
@@ -198,3 +199,84 @@ def test_a_run_that_is_left_early_leaves_nothing_open() -> None:
     ids = [span.context.span_id for span in spans if span.context]
     assert len(set(ids)) == len(ids)
     assert {span.parent.span_id for span in spans if span.parent} <= set(ids)
+
+
+def test_new_weights_are_waited_for_and_so_is_a_slot() -> None:
+    async def body() -> None:
+        policy = RolloutPolicy(staleness=StalenessPolicy(max_staleness=0, batch_size=2))
+        agent = TwoTurns(before=lambda _: asyncio.sleep(A_WHILE_S))
+        async with EchoEngine() as engine:
+            run = runner(engine, agent, observers=[watch.metrics], policy=policy, concurrency=1)
+            async with aclosing(run.run(prompts(4))) as results:
+                for _ in range(2):
+                    await anext(results)
+                await asyncio.sleep(A_WHILE_S)
+                assert count("count", reason="staleness") == 2  # the third goes on
+                engine.version = 1
+                for _ in range(2):
+                    await anext(results)
+
+    watch = Watch()
+    count = watch.wait
+    asyncio.run(body())
+    assert count("count", reason="staleness") >= 4
+    assert count("sum", reason="staleness") >= A_WHILE_S / 2
+    assert count("sum", reason="slot") >= A_WHILE_S  # the second episode waits for the first
+    assert count("count", reason="pause") == 0
+
+
+def test_requests_that_a_pause_holds_back_are_counted() -> None:
+    async def body() -> None:
+        async with EchoEngine() as engine:
+            agent = TwoTurns()
+            run = runner(engine, agent, observers=[watch.metrics])
+            async with run.paused():
+                rolling = asyncio.ensure_future(collect(run))
+                await until(lambda: agent.active == 3)
+                await asyncio.sleep(A_WHILE_S)
+                generated = watch("generation_seconds_count")
+                assert generated == watch.wait("count", reason="pause") == 0
+            await rolling
+
+    async def collect(run: Any) -> list[Any]:
+        return [result async for result in run.run(prompts(3))]
+
+    watch = Watch()
+    asyncio.run(body())
+    assert watch.wait("count", reason="pause") == 3
+    assert watch.wait("sum", reason="pause") >= 3 * A_WHILE_S
+
+
+def test_a_stale_result_is_a_rejection_in_its_trace_and_linked_to_what_follows() -> None:
+    class Ages(TwoTurns):
+        async def run(self, *values: Any) -> list[Trajectory]:
+            found = await super().run(*values)
+            engine.version += 1 if engine.version < most else 0
+            return found
+
+    async def body() -> None:
+        nonlocal engine
+        retries = RetryPolicy(2, wait=BackOff(0.0))
+        policy = RolloutPolicy(retries, staleness=StalenessPolicy(9, 9, max_token_age=0))
+        async with EchoEngine() as engine:
+            run = runner(engine, Ages(), policy=policy, observers=[watch.tracer])
+            [_ async for _ in run.run(prompts(1))]
+
+    engine: Any = None
+    for most in (1, 2):  # the second attempt is good, or stale as well
+        watch = Watch()
+        asyncio.run(body())
+        spans = watch.exporter.get_finished_spans()
+        episodes = [span for span in spans if span.name == "trajpack.episode"]
+        rejections = [span for span in spans if span.name == "trajpack.rejection"]
+        assert (len(episodes), len(rejections)) == (2, most)
+        for final, span, of_episode in zip((False, True), rejections, episodes, strict=False):
+            assert span.parent == of_episode.context
+            assert span.attributes == {
+                "trajpack.episode.final": final,
+                "trajpack.error.cause": "stale",
+                "trajpack.error.type": "StaleEpisodeError",
+            }
+        (link,) = episodes[1].links
+        assert link.context == episodes[0].context
+        assert watch.tracer.num_open == 0

@@ -146,7 +146,8 @@ BEHIND = {
     "agent/runner/replies.py": "agent/runner/episode.py",
     "agent/environments/answer_worker.py": "agent/environments/math_verify.py",
     "agent/ray/worker.py": "agent/ray/workers.py",
-    "agent/servers/client.py": "agent/servers/engine.py",
+    "agent/servers/client.py": "agent/servers/control.py",
+    "agent/servers/engine.py": "agent/servers/control.py",
     "agent/servers/response_types.py": "agent/servers/engine_response.py",
     "agent/engines/transformers_batching.py": "agent/engines/transformers_engine.py",
 }

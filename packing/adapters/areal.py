@@ -162,8 +162,7 @@ def to_sequence_sample(batch: PackedBatch) -> dict[str, Any]:
     packed_input_ids   int64   L, each turn     prompt and completion
     prompt_mask        bool    L, each turn     True on the prompt
     packed_logprobs    float32 L - 1, each turn entry j belongs to token j + 1; 0 on prompts
-    seq_no_eos_mask    bool    1, each turn     True where the turn, the last one's trajectory,
-                                                was cut off
+    seq_no_eos_mask    bool    1, each turn     True where cut off, the last as its trajectory
     rewards            float32 1, each turn     discounted backward over the turns
     version_start      int32   1, each turn     policy version of the first sampled token
     version_end        int32   1, each turn     policy version of the last sampled token

@@ -219,8 +219,8 @@ def from_generator_output(
     for row, label in enumerate(output.get("trajectory_ids") or [None] * count):
         if label is not None and not hasattr(label, "to_string"):
             raise TypeError(f"{op}: trajectory_ids must be of class TrajectoryID, got {label!r}")
-        key = (str(row), None) if label is None else (label.to_string(), str(label.instance_id))
-        entries.setdefault(key, []).append(row)
+        owner = (str(row), None) if label is None else (label.to_string(), str(label.instance_id))
+        entries.setdefault(owner, []).append(row)
     trajectories = []
     for (name, group), own in entries.items():
         options: dict[str, Any] = {"fields": fields, "missing_reward": missing_reward}

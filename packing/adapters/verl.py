@@ -13,7 +13,7 @@ from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.conversion import host_array
 from trajpack.packing.optional import require
 from trajpack.packing.rows import reading
-from trajpack.packing.rows.masked_tokens import WHOLE_SEQUENCE_FIELDS, masked_trajectory
+from trajpack.packing.rows.masked_tokens import WHOLE_SEQUENCE_FIELDS, joined_trajectory
 from trajpack.packing.rows.packed import check_not_ragged, check_whole
 from trajpack.packing.rows.rows import (
     Place,
@@ -25,7 +25,7 @@ from trajpack.packing.rows.rows import (
     rows_of,
     token_scores,
 )
-from trajpack.packing.types import Trajectory, Turn
+from trajpack.packing.types import Trajectory
 
 OF_ROWS = ("prompts", "responses", "attention_mask", "token_level_rewards")
 """Keys, beside those of `_fields`, that no extra field can be named as."""
@@ -154,7 +154,8 @@ def from_data_proto(
 ) -> list[Trajectory]:
     """Return the trajectories of a padded ``DataProto``, or of its dictionary form.
 
-    A row is a trajectory. Log-probabilities are ``rollout_log_probs``; rewards
+    A row is a trajectory; rows with the same one of ``ids`` are one, whose reward is that of the
+    last, as in `from_agent_loop_outputs`. Log-probabilities are ``rollout_log_probs``; rewards
     ``token_level_scores``, else ``rm_scores``, each for its turn, else ``missing_reward`` for the
     last turn; groups are the ``uid``; versions go from ``min_global_steps`` to
     ``max_global_steps`` if present.
@@ -181,22 +182,24 @@ def from_data_proto(
         expected = "token_level_scores or rm_scores"
         reward = reading.reward_or_missing(op, None, missing_reward, expected=expected)
     in_prompt, in_response = np.split(arrays["attention_mask"] != 0, [num_prompt], axis=1)
-    found = []
+    sessions: dict[tuple[str, str | None], list[dict[str, Any]]] = {}
     for row, name in enumerate(reading.row_ids(op, ids, uids)):
-        of = in_response[row]
-        trajectory = masked_trajectory(
-            name,
-            arrays["responses"][row][of],
-            arrays["response_mask"][row][of],
-            arrays["rollout_log_probs"][row][of],
-            prompt_ids=arrays["prompts"][row][in_prompt[row]],
-            token_rewards=arrays[scores[0]][row][of] if scores else None,
-            reward=reward,
-            version_range=_version_range(*(values[row] for values in steps)),
-            group=None if uids[row] is None else str(uids[row]),
+        of, group = in_response[row], None if uids[row] is None else str(uids[row])
+        rows = sessions.setdefault((name, group), [])
+        for before in rows:  # their rewards are copies
+            before |= {"token_rewards": None, "reward": 0.0}
+        rows.append(
+            {
+                "input_ids": arrays["responses"][row][of],
+                "mask": arrays["response_mask"][row][of],
+                "logprobs": arrays["rollout_log_probs"][row][of],
+                "prompt_ids": arrays["prompts"][row][in_prompt[row]],
+                "token_rewards": arrays[scores[0]][row][of] if scores else None,
+                "reward": reward,
+                "version_range": _version_range(*(values[row] for values in steps)),
+            }
         )
-        found.append(trajectory)
-    return found
+    return [joined_trajectory(*owner, rows) for owner, rows in sessions.items()]
 
 
 def from_agent_loop_outputs(
@@ -234,20 +237,14 @@ def from_agent_loop_outputs(
             expected="reward_score",
             of=repr(name),
         )
-        rewards = [0.0] * (len(given) - 1) + [reward]
-        turns = [
-            turn
-            for output, of_output in zip(given, rewards, strict=True)
-            for turn in _turns(output, name, fields, reward=of_output)
-        ]
-        found.append(Trajectory(name, turns, group))
+        rows = [_output(output, name, fields) for output in given]
+        rows[-1]["reward"] = reward
+        found.append(joined_trajectory(name, group, rows))
     return found
 
 
-def _turns(
-    output: Mapping[str, Any], name: str, fields: Sequence[str], *, reward: float
-) -> Sequence[Turn]:
-    """Return the turns of an ``AgentLoopOutput``; the last one gets the reward."""
+def _output(output: Mapping[str, Any], name: str, fields: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments of `masked_trajectory` for an ``AgentLoopOutput``."""
     op = "from_agent_loop_outputs"
     for key in OUTPUT_KEYS:
         if output.get(key) is None:
@@ -263,19 +260,10 @@ def _turns(
     if "routed_experts" in rows:  # fewer than tokens: followed by zeros, as in verl
         length = len(output["prompt_ids"]) + len(output["response_ids"])
         rows["routed_experts"] = reading.filled_up(rows["routed_experts"][:length], length, 0)
-    prompt, response, mask, logprobs = (output[key] for key in OUTPUT_KEYS)
+    columns = zip(("prompt_ids", "input_ids", "mask", "logprobs"), OUTPUT_KEYS, strict=True)
     versions = _version_range(extra.get("min_global_steps"), extra.get("max_global_steps"))
-    trajectory = masked_trajectory(
-        name,
-        response,
-        mask,
-        logprobs,
-        prompt_ids=prompt,
-        reward=reward,
-        version_range=versions,
-        fields=rows,
-    )
-    return trajectory.turns
+    found = {name: output[key] for name, key in columns}
+    return found | {"version_range": versions, "fields": rows}
 
 
 def _fields(batch: PackedBatch, scores: Place) -> dict[str, torch.Tensor]:

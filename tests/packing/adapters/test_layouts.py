@@ -233,16 +233,23 @@ def test_an_episode_counts_once_and_ends_as_it_did(trajectories, layout):
         assert ends(batch) == [cut[owner] for owner in owners], name
     by_trace = {"ids": map(str, owners), "rewards": row_scores(batch).tolist()}
     readers = FORMATS | {
+        "verl": (
+            partial(verl.to_data_proto_dict, scores="last"),
+            partial(verl.from_data_proto, ids=[str(owner) for owner in owners]),
+        ),
         "skyrl": (partial(skyrl.to_generator_output, rewards="rows"), FORMATS["skyrl"][1]),
         "prime-rl": (FORMATS["prime-rl"][0], partial(prime_rl.from_training_samples, **by_trace)),
     }
     sums = [sum(turn.reward for turn in one.turns) for one in trajectories]
-    for name in ("skyrl", "slime", "slime, train", "prime-rl"):
+    of_all = ["skyrl", "slime", "slime, train", "prime-rl"]
+    if min(batch.generated_lens, default=1):  # verl loses rewards of rows without a response
+        of_all.append("verl")
+    for name in of_all:
         write, read = readers[name]
         back = read(write(batch))
         again = [sum(turn.reward for turn in one.turns) for one in back]
         assert again == pytest.approx(sums, abs=1e-5), name
-        if name != "prime-rl":
+        if name not in ("prime-rl", "verl"):  # which have no place for it
             assert [one.is_truncated for one in back] == cut, name
 
 

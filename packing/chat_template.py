@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -50,7 +49,7 @@ class _Known:
     """What earlier messages have shown of a template."""
 
     forms: list[tuple[bool, bool]] = field(
-        default_factory=lambda: [*product((False, True), repeat=2)]
+        default_factory=lambda: [(False, False), (False, True), (True, False), (True, True)]
     )
     """Forms of messages, that of the last conversation first."""
     checked: dict[Any, list[str]] = field(default_factory=dict)

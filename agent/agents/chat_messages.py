@@ -217,7 +217,8 @@ class ChatMessages:
         if answer == text and outside_thoughts(asks) == asks:
             return [*prompt_ids, *completion_ids]
         marks = [*greeting, *_said("assistant", [_MARK]), *greeting]
-        head = self.text(marks).partition(_MARK)[0].removeprefix(before)
+        whole = self.text(marks).partition(_MARK)[0]
+        head = whole.removeprefix(before) if whole.startswith(before) else asks
         if answer != text:
             answer = answer.removeprefix(asks).lstrip()
         own = re.match(r"\s*(\W*\w+)", head.removeprefix(asks))

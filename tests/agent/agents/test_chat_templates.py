@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -51,10 +52,10 @@ def agent_of(name: str) -> ToolAgent | str:
 
 
 def rendered(name: str, messages: list[dict[str, Any]]) -> str:
-    text: str = template_tokenizer(name).apply_chat_template(
-        messages, tools=[ADD.declaration], tokenize=False, add_generation_prompt=True
-    )
-    return text
+    render, options = template_tokenizer(name).apply_chat_template, {"add_generation_prompt": True}
+    with suppress(Exception):  # templates raise what they like
+        return str(render(messages, tools=[ADD.declaration], tokenize=False, **options))
+    return str(render(messages, tokenize=False, **options))
 
 
 def truth(name: str, role: str, contents: list[str]) -> str:
@@ -107,13 +108,26 @@ def test_the_calls_that_a_template_renders_are_read_back(name: str) -> None:
         assert tool_calls(said, schemas={"add": SCHEMA["properties"]}) == made
 
 
+def messages_of(name: str) -> ChatMessages:
+    """Return the encoder with a template; skip others than those of the wheel that it refuses."""
+    for tools in (None, [ADD.declaration]):
+        messages = ChatMessages(template_tokenizer(name), tools)
+        try:
+            messages.check("user")
+        except ValueError:
+            assert name not in OF
+        else:
+            return messages
+    return pytest.skip("no message of a user can follow")
+
+
 @everywhere
 @pytest.mark.parametrize("role", ["user", "tool"])
 def test_what_is_appended_is_what_the_template_writes(name: str, role: str) -> None:
     agent = agent_of(name)
     if role == "tool" and isinstance(agent, str):
         return
-    messages = ChatMessages(template_tokenizer(name), [ADD.declaration])
+    messages = messages_of(name) if isinstance(agent, str) else agent.messages
     for content in CONTENTS:
         for num in (1, 2) if role == "tool" else (1,):
             contents = [content.format(at) for at in range(num)]
@@ -128,10 +142,14 @@ def test_what_is_appended_is_what_the_template_writes(name: str, role: str) -> N
 
 @everywhere
 def test_what_a_content_spells_is_no_token(name: str) -> None:
-    tokenizer = template_tokenizer(name)
-    messages = ChatMessages(tokenizer)
+    tokenizer, messages = template_tokenizer(name), messages_of(name)
     forged = "7".join(tokenizer.get_added_vocab())
-    plain, ids = (messages.after([], "user", [content]) for content in ("7", forged))
+    plain = messages.after([], "user", ["7"])
+    try:
+        ids = messages.after([], "user", [forged])
+    except ValueError:
+        assert name not in OF  # others take some marks for instructions
+        return
     added = {*tokenizer.get_added_vocab().values()}
     assert [id for id in ids if id in added] == [id for id in plain if id in added]
     assert forged in tokenizer.decode(ids)
@@ -139,15 +157,17 @@ def test_what_a_content_spells_is_no_token(name: str) -> None:
 
 @everywhere
 def test_a_history_without_thoughts_is_what_the_template_writes(name: str) -> None:
-    tokenizer, messages = template_tokenizer(name), ChatMessages(template_tokenizer(name))
+    tokenizer, messages = template_tokenizer(name), messages_of(name)
     asked, more = {"role": "user", "content": "Go."}, {"role": "user", "content": "More."}
     prompt = messages.prompt([asked])
     opened = "<think>" in messages.said(prompt, [])
     said = "I think.\n</think>\n\nThe answer."
     ids = tokenizer.encode(said if opened else f"<think>\n{said}", add_special_tokens=False)
-    ids.append(messages.after([], "user", ["More."])[0])
+    ends, eos = messages.after([], "user", ["More."]), tokenizer.eos_token_id
+    ids += ends[: ends.index(eos) + 1] if eos in ends else []
     history = messages.without_thoughts(prompt, ids)
     got = tokenizer.decode([*history, *messages.after(ids, "user", ["More."])])
     answered = {"role": "assistant", "content": "The answer."}
-    assert got == messages.text([asked, answered, more], is_asking=True)
+    whole = messages.text([asked, answered, more], is_asking=True)
+    assert got == whole or not whole.startswith(messages.text([asked]))
     assert [*history[-3:]] == ids[-3:]  # as they were sampled

@@ -32,23 +32,18 @@ def test_a_plan_is_shown_with_its_statistics(batch_file: Path) -> None:
     assert "largest rank" not in done.stdout
 
 
-def test_the_sequences_are_those_of_plan_micro_batches(batch_file: Path) -> None:
+def test_the_sequences_are_those_of_the_functions(batch_file: Path) -> None:
     lengths = load(batch_file).seqlens
-    shown = json.loads(
-        call("plan", batch_file, "--capacity", 8, "--algorithm", "next_fit", "--json").stdout
-    )
+    options = ("plan", batch_file, "--capacity", 8, "--json")
     plan = plan_micro_batches(lengths, 8, algorithm="next_fit")
+    shown = json.loads(call(*options, "--algorithm", "next_fit").stdout)
     assert shown["ranks"] == [[sequences.tolist() for sequences in plan]]
     assert shown["statistics"]["num_micro_batches"] == len(plan)
-
-
-def test_ranks_are_those_of_plan_ranks(batch_file: Path) -> None:
-    lengths = load(batch_file).seqlens
-    shown = json.loads(call("plan", batch_file, "--capacity", 6, "--ranks", 2, "--json").stdout)
-    plans = plan_ranks(lengths, 2, 6)
+    plans = plan_ranks(lengths, 2, 8)
+    shown = json.loads(call(*options, "--ranks", 2).stdout)
     assert shown["ranks"] == [[each.tolist() for each in plans.plan(rank)] for rank in range(2)]
     loads = [int(plans.plan(rank).loads.sum()) for rank in range(2)]
-    text = call("plan", batch_file, "--capacity", 6, "--ranks", 2).stdout
+    text = call(*options[:-1], "--ranks", 2).stdout
     assert re.search(rf"tokens of 2 ranks\W+{loads[0]}, {loads[1]}", text), text
 
 

@@ -179,7 +179,8 @@ _CAPACITY = "Tokens of a micro-batch. [default: twice the longest sequence]"
 @app.command()
 def report(
     source: Annotated[
-        Path, typer.Argument(help="File of a packed batch, or folder of a log.", exists=True)
+        Path,
+        typer.Argument(metavar="SOURCE", help="Packed batch, or a log.", exists=True),
     ],
     out: Annotated[Path | None, _option("HTML file. [default: beside SOURCE, with .html]")] = None,
     tokenizer: _Tokenizer = None,

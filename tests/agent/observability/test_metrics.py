@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, Metric
+from prometheus_client import Metric
 
 from trajpack.agent import errors
 from trajpack.agent.errors import CAUSES
@@ -199,16 +199,6 @@ def test_staleness_is_of_the_oldest_token_of_each_turn(watched: Watched) -> None
     assert watched("policy_version") == 10
     assert watched("accepted_turns_total") == 4
     assert watched("rewarded_turns_total") == 1
-
-
-def test_instances_share_nothing_unless_they_share_a_registry() -> None:
-    one, other = Watched(), Watched()
-    one.metrics.episode_started("q@0", 0)
-    assert (one("episodes_in_flight"), other("episodes_in_flight")) == (1, 0)
-    registry = CollectorRegistry()
-    assert RolloutMetrics(registry).registry is registry
-    with pytest.raises(ValueError, match="Duplicated timeseries"):
-        RolloutMetrics(registry)
 
 
 def broken() -> Trajectory:

@@ -9,7 +9,7 @@ from datasets import Dataset, Features, Json, List, Value
 from tokenizers.processors import TemplateProcessing
 
 from tests.support.chat_tokenizers import chat_tokenizer, said, sums, thought
-from trajpack import Trajectory, pack
+from trajpack import Trajectory
 from trajpack.agent import conversations_to_trajectories
 
 TOKENIZER = chat_tokenizer("qwen3")
@@ -167,9 +167,3 @@ def test_rows_are_read_again_unless_they_are_an_iterator():
     assert [*once] == expected_of(ROWS)
     assert not [*once]
     assert iter(once) is once
-
-
-def test_they_pack():
-    batch = pack(trajectories_of(ROWS))
-    assert batch.num_turns == 6
-    assert batch.ids == ("row-0", "7", "last")

@@ -3,13 +3,11 @@
 import json
 import re
 import warnings
+from contextlib import suppress
 
 import numpy as np
 import pytest
-import torch
 
-from tests.packing.isolation.tiny_models import tiny_model
-from tests.packing.tree.test_tree_models import by_rows, by_tree, exact
 from tests.support.chat_tokenizers import (
     TEMPLATES,
     chat_tokenizer,
@@ -19,24 +17,12 @@ from tests.support.chat_tokenizers import (
     thought,
     trained,
 )
-from trajpack import Trajectory, pack, pack_tree
-from trajpack.packing.adapters.huggingface import LMHead
+from trajpack import Trajectory, pack
 
-TOOL_CALL = {"name": "add", "arguments": {"a": 2, "b": 3}}
 TOOL = {
     "type": "function",
     "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}},
 }
-WITH_TOOLS = [
-    said("system", "Be brief."),
-    said("user", "2+3?"),
-    said("assistant", "", tool_calls=[{"type": "function", "function": TOOL_CALL}]),
-    said("tool", "5"),
-    said("assistant", "It is 5."),
-    said("user", "And 1+1?"),
-    thought("one and one", "It is 2."),
-]
-UNTHINKING = pytest.mark.filterwarnings("ignore:from_messages. the chat template puts an empty")
 OFF = {"chat_template_kwargs": {"enable_thinking": False}}
 ASKED, ANSWER = said("user", "Where is vessel Kestrel?"), said("assistant", "Anchored near Bergen.")
 
@@ -68,7 +54,7 @@ SAID = {
         CHART | {"content": {"harbour": "Vardo"}},
         ANSWER,
     ],
-    "developed Kestrel": [said("developer", "Be developed."), ASKED, ANSWER],
+    "taciturn Kestrel": [said("developer", "Be taciturn."), ASKED, ANSWER],
     "Ponder Bergen": [ASKED, ANSWER | {"reasoning_content": "Ponder maps."}],
     "Ponder Kestrel": [ASKED, ANSWER | {"thinking": "Ponder maps."}],
     "Ponder vessel Bergen": [ASKED, thought("Ponder maps.", "Anchored near Bergen.")],
@@ -87,27 +73,6 @@ def inference_ids(tokenizer, messages, **options):
     )
 
 
-@UNTHINKING
-@pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "gptoss", "llama3_1"])
-@pytest.mark.parametrize("messages", [sums(3), sums(3, thinking=False), WITH_TOOLS], ids=len)
-def test_prompts_are_those_of_inference_and_completions_what_the_message_adds(family, messages):
-    tokenizer = chat_tokenizer(family)
-    tools = [TOOL] if messages is WITH_TOOLS else None
-    turns = turns_of(messages, tokenizer, tools=tools)
-    places = [at for at, one in enumerate(messages) if one["role"] == "assistant"]
-    assert len(turns) == len(places)
-    stop = {"gptoss": r"<\|(return|call)\|>$"}.get(family, re.escape(tokenizer.eos_token) + "$")
-    for at, turn in zip(places, turns, strict=True):
-        assert turn.prompt_ids.tolist() == inference_ids(tokenizer, messages[:at], tools=tools)
-        completion = tokenizer.decode(turn.completion_ids)
-        whole = tokenizer.apply_chat_template(messages[: at + 1], tools=tools, tokenize=False)
-        assert whole.rstrip("\n") == tokenizer.decode(turn.prompt_ids) + completion
-        assert re.search(stop, completion)
-        assert not turn.truncated
-        assert turn.reward == 1.0
-        assert turn.completion_logprobs.tolist() == [0.0] * len(turn.completion_ids)
-
-
 @pytest.mark.parametrize(("family", "num_chains"), [("qwen3", 5), ("qwen2_5", 1)])
 def test_a_prefix_that_holds_is_merged_and_one_that_breaks_is_a_chain(family, num_chains):
     trajectory = Trajectory.from_messages(sums(5), chat_tokenizer(family), "sums")
@@ -116,44 +81,10 @@ def test_a_prefix_that_holds_is_merged_and_one_that_breaks_is_a_chain(family, nu
     assert batch.unpack() == [trajectory]
 
 
-def test_a_tree_of_stripped_thinking_grows_with_the_turns_not_with_their_square():
-    tokenizer = chat_tokenizer("qwen3")
-    tree, merged = {}, {}
-    for num_turns in (8, 16):
-        trajectory = Trajectory.from_messages(sums(num_turns), tokenizer)
-        tree[num_turns] = pack_tree([trajectory]).num_nodes
-        merged[num_turns] = pack([trajectory]).num_tokens
-    assert tree[16] < 2.2 * tree[8]
-    assert merged[16] > 3.5 * merged[8]
-
-
 def test_memory_of_a_conversation_is_its_tokens_where_the_prefix_holds():
     first, *_, last = turns_of(sums(9), chat_tokenizer("qwen2_5"))
     assert np.shares_memory(first.prompt_ids, last.prompt_ids)
     assert np.shares_memory(first.completion_ids, last.prompt_ids)
-
-
-@UNTHINKING
-@pytest.mark.parametrize("layout", ["merged", "turns", "tree"])
-def test_loss_and_gradients_are_those_of_one_conversation_at_a_time(layout):
-    tokenizer, model = chat_tokenizer("qwen3"), tiny_model("qwen3")
-    model.resize_token_embeddings(len(tokenizer))
-    model = exact(model)
-    chats = [sums(3), WITH_TOOLS, sums(2, thinking=False)]
-    trajectories = [Trajectory.from_messages(chat, tokenizer) for chat in chats]
-    expected = -by_rows(model, trajectories).mean()
-    expected.backward()
-    wanted = {name: value.grad.clone() for name, value in model.named_parameters()}
-    model.zero_grad()
-    if layout == "tree":
-        logprobs = by_tree(model, pack_tree(trajectories), "sdpa")
-    else:
-        logprobs = LMHead(model).logprobs(pack(trajectories, layout=layout))
-    loss = -logprobs.mean()
-    loss.backward()
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-    for name, value in model.named_parameters():
-        torch.testing.assert_close(value.grad, wanted[name], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:from_messages")
@@ -161,24 +92,26 @@ def test_loss_and_gradients_are_those_of_one_conversation_at_a_time(layout):
 def test_all_that_is_said_is_in_the_tokens_or_refused(name):
     tokenizer = template_tokenizer(name)
     for words, chat in SAID.items():
-        own = ""
-        try:
+        asked = own = ""
+        with suppress(Exception):  # templates raise what they like
             asked = tokenizer.apply_chat_template(
                 chat[:-1], tokenize=False, add_generation_prompt=True
             )
             own = tokenizer.apply_chat_template(chat, tokenize=False)
-            own = own if own.startswith(asked) and "{'" not in own else ""
-        except Exception:  # noqa: BLE001 - templates raise what they like
-            pass
         try:
             *_, turn = turns_of(chat, tokenizer)
         except ValueError:
-            if all(message["role"] != "assistant" for message in chat[:-1]):
-                assert any(word not in own for word in words.split()), words
+            is_shown = all(word in own for word in words.split()) and "{'" not in own
+            is_first = all(message["role"] != "assistant" for message in chat[:-1])
+            assert not (is_first and is_shown and own.startswith(asked)), words
             continue
-        text = tokenizer.decode([*turn.prompt_ids, *turn.completion_ids])
+        prompt, completion = map(tokenizer.decode, (turn.prompt_ids, turn.completion_ids))
+        text = prompt + completion
         assert not [word for word in words.split() if word not in text]
         assert "{'" not in text[text.index("Kestrel") :]
+        if asked and own.startswith(asked):  # it is what the template itself makes of it
+            assert prompt == asked
+            assert own.startswith(text)
 
 
 @pytest.mark.filterwarnings("ignore:from_messages")

@@ -20,9 +20,8 @@ def local_cluster(
 ) -> Iterator[None]:
     """Use the cluster of this process or of ``RAY_ADDRESS``, or start one on this machine.
 
-    Jobs of a cluster have ``RAY_ADDRESS`` set. A cluster that is started here has no dashboard,
-    sends no usage statistics, and ends with the context; its processes end by themselves, within a
-    minute, if this one is killed. Since Ray listens on all addresses of the machine, it asks every
+    A cluster that is started here has no dashboard and ends with the context, or within a minute
+    after this process was killed. Since Ray listens on all addresses of the machine, it asks every
     connection for a random token, unless Ray was imported before.
 
     Args:

@@ -28,15 +28,11 @@ enters and leaves the engine. A worker that replaces a lost one has the same num
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of one policy version, put into the object store once for all workers.
-
-    Attributes:
-        version: Policy version.
-        arrays: Torch dtype and values of each tensor, by name.
-    """
+    """The weights of one policy version, put into the object store once for all workers."""
 
     version: int
     arrays: Mapping[str, tuple[str, npt.NDArray[Any]]]
+    """Torch dtype and values of each tensor, by name."""
 
     @classmethod
     def of(cls, state_dict: Mapping[str, torch.Tensor], version: int) -> Weights:
@@ -61,10 +57,8 @@ class WorkerOptions:
         concurrency: Maximum number of running episodes on one worker.
         num_cpus: Cores that Ray reserves for a worker; torch has as many threads there.
         num_gpus: GPUs, or a fraction of one, that Ray reserves for a worker.
-        start_timeout_s: Seconds to start or to load new weights, after which a worker counts as
-            lost.
-        hang_timeout_s: Seconds without a reply to a ping, after which a worker counts as lost;
-            pings are a tenth of that apart.
+        start_timeout_s: Seconds to start or to load weights, after which a worker counts as lost.
+        hang_timeout_s: The same for the answer to a ping; pings are a tenth of that apart.
     """
 
     concurrency: int = 16
@@ -112,8 +106,7 @@ class RolloutWorker:
             await engine.update_weights(weights.state_dict(), weights.version)
             if engine.version != weights.version:
                 raise RuntimeError(f"version {engine.version} after loading {weights.version}")
-        node = ray.get_runtime_context().get_node_id()
-        return WorkerStatus(os.getpid(), node, engine.version)
+        return WorkerStatus(os.getpid(), ray.get_runtime_context().get_node_id(), engine.version)
 
     async def _live(self) -> None:
         """Enter and leave the context in one task, as cancel scopes require."""
@@ -137,6 +130,5 @@ class RolloutWorker:
             if has_engine_ended(error):
                 self._has_engine_ended.set()
                 return EngineEndedError(prompt.id, error.reason)
-            kinds = [kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__]
-            known: EpisodeError = kinds[0](prompt.id, error.reason)
-            return known
+            kinds = (kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
+            return next(kinds)(prompt.id, error.reason)  # type: ignore[no-any-return]

@@ -44,11 +44,10 @@ class RolloutWorkers(ServedEngine):
     """Workers that run episodes, each in a process of its own with an engine of its own.
 
     It is the engine and the agent of its `runner`, so that groups, filters, retries and staleness
-    hold over the whole cluster. An episode goes to the worker with the fewest. Its call returns
-    the trajectories as arrays, or raises once the worker was lost: only then the episode restarts
-    on another one. So each episode ends once.
+    hold over the whole cluster. The call of an episode returns its trajectories, or raises once the
+    worker was lost: only then the episode restarts on another one, so that it ends once. A lost
+    worker is replaced; the new one loads the current weights before its first episode.
 
-    A lost worker is replaced; the new one loads the current weights before its first episode.
     Use it as an asynchronous context manager after Ray was initialised. Entering it waits for
     all workers, and logs a warning if the cluster is too small for them.
 
@@ -58,44 +57,37 @@ class RolloutWorkers(ServedEngine):
         options: Options of the workers.
 
     Raises:
-        ValueError: If ``num_workers`` or the workers' ``concurrency`` is below 1.
+        ValueError: If ``num_workers`` is below 1.
         TimeoutError: From entering, if a worker did not start in time.
         WorkerLostError: From entering, if a worker died too often.
         Exception: From entering, an error of ``make_worker``, wrapped by Ray.
     """
 
+    version = 0
+    """Version of the weights published last."""
     is_remote = True
     """Tells a runner that no sign comes from an episode before its end."""
 
     def __init__(
         self, make_worker: MakeWorker, num_workers: int, *, options: WorkerOptions | None = None
     ) -> None:
-        self.options = options or WorkerOptions()
-        sizes = {"num_workers": num_workers, "concurrency": self.options.concurrency}
-        for name, value in sizes.items():
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        if num_workers < 1:
+            raise ValueError(f"num_workers must be at least 1, got {num_workers}")
         require("anyio", "ray")
         super().__init__()
-        self.num_workers = num_workers
+        self.num_workers, self.options = num_workers, options or WorkerOptions()
         self.num_lost = 0
         """Workers lost so far."""
         self.num_redone = 0
         """Restarts of episodes whose worker was lost."""
         self._make_worker = make_worker
         self._weights: Any = None
-        self._version = 0
         self._publishing = asyncio.Lock()
         self._keepers: list[asyncio.Task[None]] = []
         self._serving: dict[_Worker, None] = {}
         self._has_entered = False
         self._changed = asyncio.Event()
         """Set, and replaced, whenever something changes that others wait for."""
-
-    @property
-    def version(self) -> int:
-        """Version of the weights published last."""
-        return self._version
 
     @property
     def workers(self) -> tuple[WorkerStatus, ...]:
@@ -108,17 +100,16 @@ class RolloutWorkers(ServedEngine):
         ``concurrency`` is that of all workers unless given.
         """
         options = {"concurrency": self.num_workers * self.options.concurrency} | options
-        return RolloutRunner(self, partial(self.run, sampling=sampling), None, **options)  # type: ignore[arg-type]
+        return RolloutRunner(self, partial(self.run, sampling=sampling), None, **options)
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
         """Raise a `RuntimeError`: engines and agents are on the workers."""
         raise RuntimeError("RolloutWorkers take no requests: use workers.runner(...)")
 
     async def publish(self, weights: Weights) -> None:
-        """Put new weights into the object store and return; the workers load them by themselves.
+        """Put new weights, also before entering, into the object store; workers load them later.
 
-        A worker that cannot load them is lost, and its successor starts with them. Weights may be
-        published before entering; without any, a worker has those of ``make_worker``.
+        A worker that cannot load them is lost, and its successor starts with them.
 
         Raises:
             ValueError: If the version is not higher than the last, or than 0.
@@ -126,10 +117,10 @@ class RolloutWorkers(ServedEngine):
         import ray
 
         async with self._publishing:
-            if weights.version <= self._version:
-                raise ValueError(f"version must exceed {self._version}, got {weights.version}")
+            if weights.version <= self.version:
+                raise ValueError(f"version must exceed {self.version}, got {weights.version}")
             self._weights = await asyncio.to_thread(ray.put, weights)
-            self._version = weights.version
+            self.version = weights.version
         for worker in self._serving:
             worker.wake.set()
 
@@ -142,12 +133,8 @@ class RolloutWorkers(ServedEngine):
         for kind, each in (("CPU", options.num_cpus), ("GPU", options.num_gpus)):
             needed, there = self.num_workers * each, resources.get(kind, 0)
             if needed > there:
-                _logger.warning(
-                    "waiting for a larger cluster: the workers ask for %g of %s, it has %g",
-                    needed,
-                    one_line(kind),
-                    there,
-                )
+                text = f"the workers ask for {needed:g} {kind}s, the cluster has {there:g}"
+                _logger.warning("waiting for a larger cluster: %s", one_line(text))
         self._begin_serving()
         for number in range(self.num_workers):
             keeper = asyncio.create_task(self._keep(number))
@@ -194,16 +181,15 @@ class RolloutWorkers(ServedEngine):
             finally:
                 worker.num_running -= 1
                 self._tell()
-            if isinstance(reply, EngineEndedError):
-                self._serving.pop(worker, None)
-                worker.wake.set()
-                lost = reply.reason
-                continue
-            worker.has_finished = True
-            if isinstance(reply, EpisodeError):
-                raise reply
-            # A view would keep the object store's memory as long as the trajectory.
-            return reply.copied().trajectories()
+            if not isinstance(reply, EngineEndedError):
+                worker.has_finished = True
+                if isinstance(reply, EpisodeError):
+                    raise reply
+                # A view would keep the object store's memory as long as the trajectory.
+                return reply.copied().trajectories()
+            self._serving.pop(worker, None)
+            worker.wake.set()
+            lost = reply.reason
         reason = f"{_MAX_LOSSES} workers were lost, the last: {lost}"
         raise ServerUnavailableError(prompt.id, reason)
 
@@ -230,8 +216,6 @@ class RolloutWorkers(ServedEngine):
             num_cpus=options.num_cpus,
             num_gpus=options.num_gpus,
             max_concurrency=options.concurrency + _CONTROL_CALLS,
-            max_restarts=0,
-            max_task_retries=0,
         )(RolloutWorker)
         while num_failures < _MAX_FAILURES:
             worker = _Worker(actor_class.remote(self._make_worker, number))
@@ -256,11 +240,11 @@ class RolloutWorkers(ServedEngine):
         options = self.options
         while True:
             worker.wake.clear()
-            is_old = worker.status.version < self._version
+            is_old = worker.status.version < self.version
             call = worker.actor.update.remote(self._weights if is_old else None)
             timeout_s = options.start_timeout_s if is_old else options.hang_timeout_s
             worker.status = await _answer_of(call, timeout_s)
-            if worker.status.version >= self._version:
+            if worker.status.version >= self.version:
                 if is_old:
                     self._serving[worker] = None
                     self._tell()
@@ -287,9 +271,8 @@ class _Worker:
     status: WorkerStatus = _NO_STATUS
     """Its last answer."""
     num_running: int = 0
-    """Episodes under way."""
     has_finished: bool = False
-    """Whether an episode has ended."""
+    """Whether an episode has ended on it."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when its keeper has to look after it."""
 

@@ -88,8 +88,9 @@ def test_an_engine_that_a_worker_has_not_entered_is_an_error_at_its_start():
         asyncio.run(RolloutWorker(make, 0).enter())
 
 
-def test_numbers_that_no_cluster_has_are_refused():
-    for num_workers, concurrency, name in ((0, 1, "num_workers"), (1, 0, "concurrency")):
-        options = WorkerOptions(concurrency=concurrency)
-        with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
-            RolloutWorkers(None, num_workers, options=options)
+@pytest.mark.parametrize(
+    ("count", "options", "name"), [(0, {}, "num_workers"), (1, {"concurrency": 0}, "concurrency")]
+)
+def test_numbers_that_would_wait_for_ever_are_refused(count, options, name):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        RolloutWorkers(None, count, options=WorkerOptions(**options)).runner()

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from trajpack.agent.runner.results import EpisodeResult
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs ray")
 OPTIONS = WorkerOptions(concurrency=4, num_cpus=0.1, hang_timeout_s=3.0)
 LIMIT_S = 900
+_LOADS = count()
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +88,7 @@ class Load:
     """Rolls out prompts without end while something happens, and checks what comes."""
 
     def __init__(self, workers: RolloutWorkers, scripted: MakeScripted) -> None:
-        self.workers, self.scripted = workers, scripted
+        self.workers, self.scripted, self.name = workers, scripted, f"load{next(_LOADS)}"
         self.asked: list[str] = []
         self.results: list[EpisodeResult] = []
         self.oldest: dict[int, int] = {}
@@ -98,7 +100,7 @@ class Load:
 
         async def endless() -> AsyncIterator[Prompt]:
             while not task.done() or len(self.asked) < at_least // 2:
-                self.asked.append(f"{id(self)}-{len(self.asked)}")
+                self.asked.append(f"{self.name}-{len(self.asked)}")
                 yield Prompt(self.asked[-1], [len(self.asked), 2])
 
         async with aclosing(self.workers.runner(group_size=2).run(endless())) as stream:
@@ -246,6 +248,7 @@ def test_a_worker_that_hangs_is_given_up_and_its_episodes_are_redone(loop, worke
 def test_weights_reach_workers_that_serve_while_episodes_go_on(loop, workers):
     async def roll_out() -> tuple[list[EpisodeResult], int]:
         results, version = [], workers.version
+        await until(lambda: {worker.version for worker in workers.workers} == {version})
         with pytest.raises(ValueError, match=f"version must exceed {version}, got {version}"):
             await workers.publish(number(version))
         async with aclosing(workers.runner().run(prompts(100))) as stream:
@@ -253,12 +256,12 @@ def test_weights_reach_workers_that_serve_while_episodes_go_on(loop, workers):
                 results.append(result)
                 if len(results) == 20:
                     await workers.publish(number(version + 5))
+        await until(lambda: [worker.version for worker in workers.workers] == [version + 5] * 2)
         return results, version
 
     results, version = loop.run(roll_out())
     assert {one for result in results for one in versions(result)} == {version, version + 5}
     assert versions(results[-1]) == [version + 5] * 2
-    assert [worker.version for worker in workers.workers] == [version + 5] * 2
 
 
 def test_an_episode_on_a_worker_is_that_of_the_runner(loop, workers):
@@ -312,6 +315,6 @@ def test_a_cluster_that_is_too_small_is_named_at_once_and_not_waited_for_for_eve
         options = replace(OPTIONS, num_cpus=1000, start_timeout_s=0.5)
         with pytest.raises(TimeoutError, match=r"worker gave no answer within 0\.5 s"):
             await RolloutWorkers(scripted, 2, options=options).__aenter__()
-        assert "a larger cluster: the workers ask for 2000 CPUs, it has 2" in caplog.text
+        assert "larger cluster: the workers ask for 2000 CPUs, the cluster has 2" in caplog.text
 
     loop.run(start())

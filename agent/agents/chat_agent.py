@@ -191,8 +191,8 @@ class ChatAgent(ConversationAgent):
             the role; as `SetupError`, where the tokenizer's folder cannot be read.
     """
 
+    # of the messages after a completion; None leaves their check to the agent
     role: ClassVar[str | None] = "user"
-    """Role of the messages after a completion; None leaves their check to the agent."""
 
     def __init__(
         self,

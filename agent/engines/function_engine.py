@@ -23,9 +23,9 @@ token."""
 class FunctionEngine(ServedEngine):
     """Generates with an asynchronous function, any number of calls at the same time.
 
-    Use it as an asynchronous context manager. A call is cancelled with its request, and at the end
-    of the context. What the function raises fails its request alone: a
-    `GenerationError` keeps its class and its reason, any other exception becomes the cause of one.
+    A call is cancelled with its request, and at the end of the engine's context. What the function
+    raises fails its request alone: a `GenerationError` keeps its class and its reason, any other
+    exception becomes the cause of one.
 
     Args:
         function: Called with the token ids of the whole conversation and the sampling parameters;
@@ -35,8 +35,7 @@ class FunctionEngine(ServedEngine):
         version: Policy version of the weights.
 
     Raises:
-        TypeError: If the function cannot be called, or the version is no integer.
-        ValueError: If the version is negative or beyond int32.
+        TypeError, ValueError: If the function cannot be called, or the version is out of range.
 
     Example:
         >>> import asyncio
@@ -68,12 +67,7 @@ class FunctionEngine(ServedEngine):
         return self._version
 
     def set_version(self, version: int) -> None:
-        """Declare that calls from now on sample with other weights.
-
-        Raises:
-            TypeError: If the version is no integer.
-            ValueError: If it is beyond int32, or below the present one.
-        """
+        """Declare that calls from now on sample with other weights, of a version not below."""
         version = as_integer("version", version)
         if not self._version <= version <= INT32_MAX:
             raise ValueError(f"version must be in [{self._version}, {INT32_MAX}], got {version}")
@@ -128,11 +122,7 @@ class FunctionEngine(ServedEngine):
 
 
 def _output(qid: str, prompt_ids: Sequence[int], completion: Any, version: int) -> GenerationOutput:
-    """Return a checked completion.
-
-    Raises:
-        TypeError, ValueError: If it is none.
-    """
+    """Return a checked completion; a `TypeError` or `ValueError` if it is none."""
     if isinstance(completion, GenerationOutput):
         output = replace(completion, qid=qid)
     elif isinstance(completion, tuple) and len(completion) == 3:

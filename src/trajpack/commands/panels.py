@@ -15,8 +15,7 @@ from trajpack.packing.batch.description import Decode, Kind, Span, counted, sequ
 from trajpack.packing.text import one_line, printable
 
 STYLES: dict[Kind, str] = {"prompt": "cyan", "observation": "yellow", "generated": "bold green"}
-_HEAD_TOKENS, _TAIL_TOKENS = 96, 32
-_MAX_SPANS = 24
+_HEAD_TOKENS, _TAIL_TOKENS, _MAX_SPANS = 96, 32, 24
 
 
 def chosen_sequences(

@@ -26,7 +26,7 @@ def conversations_to_trajectories(
 ) -> Iterable[Trajectory]:
     r"""Make a trajectory of each conversation: `trajpack.Trajectory.from_messages` of rows.
 
-    A row has one of these forms, which are also those of OpenAI's and TRL's data sets:
+    A row has one of these forms, as in OpenAI's and TRL's data sets:
 
     ======================================== ====================================================
     columns                                  turns
@@ -37,7 +37,8 @@ def conversations_to_trajectories(
     ======================================== ====================================================
 
     The columns ``id`` (a text or an integer), ``tools`` (a list or its JSON text) and
-    ``chat_template_kwargs`` are optional. A row without ``id`` is called ``row-0`` and so on.
+    ``chat_template_kwargs`` are optional. A row without ``id`` is called ``row-0`` and so on. Nulls
+    in the structs of a Hugging Face data set are keys of other rows, and left out.
 
     Args:
         rows: Mappings, such as a Hugging Face data set, or the path of a JSONL file.
@@ -45,7 +46,7 @@ def conversations_to_trajectories(
         max_tokens: Turns with more tokens, prompt included, are left out. Nothing is cut off
             within a turn.
         stop_token_ids: As of `trajpack.Trajectory.from_messages`.
-        chat_template_kwargs: As there, for all rows; a row's own come first.
+        chat_template_kwargs: As there, for all rows; a row's own come first, but for None.
 
     Returns:
         An iterable, which reads the rows again each time, so that a `trajpack.PackedDataset` can
@@ -120,15 +121,14 @@ class _Conversations:
             ] + completion
         if not isinstance(messages, list):
             raise ValueError(f"a row must have {_COLUMNS}, got {', '.join(map(shown, row))}")
+        own = row.get("chat_template_kwargs") or {}
+        named = {key: value for key, value in own.items() if value is not None}
         return turns_of_messages(
             messages,
             self.tokenizer,
             tools=row.get("tools"),
             stop_token_ids=stops,
-            chat_template_kwargs={
-                **self.chat_template_kwargs,
-                **(row.get("chat_template_kwargs") or {}),
-            },
+            chat_template_kwargs={**own, **self.chat_template_kwargs, **named},
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -178,8 +178,12 @@ class ChatTemplate:
     def _hidden(self, at: int, messages: Sequence[Message]) -> list[str]:
         """Return notes of keys that are not shown; raise for those that say something."""
         marks = _Marks(messages[: at + 1])
-        notes = []
-        for number, key in marks.missing(self._rendered(at, marks.messages)):
+        notes, message = list[str](), messages[at]
+        missing = marks.missing(self._rendered(at, marks.messages))
+        shown_thoughts = [message.get(key) for key in _THOUGHTS if (at, key) not in missing]
+        for number, key in missing:
+            if number == at and key in _THOUGHTS and message[key] in shown_thoughts:
+                continue  # two keys say the same
             role = one_line(messages[number]["role"])
             if key not in ("content", *_CALLS, *_THOUGHTS):
                 notes.append(f"does not show the key {shown(key)} of messages of the role {role}")
@@ -325,11 +329,11 @@ class _Marks:
         self._spelled = list[tuple[int, str, str]]()
         self.messages = [self._message(at, message) for at, message in enumerate(messages)]
 
-    def missing(self, text: str) -> Iterator[tuple[int, str]]:
-        """Yield messages and keys whose words a text lacks, or has as Python spells them."""
+    def missing(self, text: str) -> list[tuple[int, str]]:
+        """Return messages and keys whose words a text lacks, or has as Python spells them."""
         places = [(at, key) for at, key, word in self._shown if word not in text]
         places += [(at, key) for at, key, word in self._spelled if word in text]
-        return iter(dict.fromkeys(places))
+        return [*dict.fromkeys(places)]
 
     def _message(self, at: int, message: Message) -> Message:
         def marked_call(call: dict[str, Any]) -> dict[str, Any]:

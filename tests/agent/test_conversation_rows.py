@@ -137,6 +137,7 @@ def test_texts_are_taken_as_they_are_with_one_beginning(prompt, completion, expe
 
 def test_options_of_a_row_come_before_those_of_the_call():
     chat = {"messages": sums(1, thinking=False)}
+    chat["chat_template_kwargs"] = {"enable_thinking": None}  # as a list of Arrow's rows has it
     rows = [chat, {**chat, "chat_template_kwargs": {"enable_thinking": True}}]
     with pytest.warns(UserWarning, match="an empty block of thoughts"):
         off, on = trajectories_of(rows, chat_template_kwargs={"enable_thinking": False})

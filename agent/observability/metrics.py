@@ -104,8 +104,7 @@ class RolloutMetrics(RolloutObserver):
         1.0
     """
 
-    registry: CollectorRegistry
-    """Holds the metrics."""
+    registry: CollectorRegistry  # holds the metrics
 
     def __init__(
         self,

@@ -194,12 +194,13 @@ class ServerEngine(ServerFleet):
         declared, acknowledged = self._version, server.told_version
         body = None
         while body is None:
+            has_fallen_back = server.has_fallen_back  # other requests may make it fall back, too
             try:
                 request = self._write(server, completion.token_ids, params, seed)
                 request_s = options.time_limits.request_s
                 body = await self._send(server, request, request_s, options.max_response_bytes)
             except RefusedError as error:
-                if server.has_fallen_back or not (self._can_fall_back and error.is_absence):
+                if has_fallen_back or not (self._can_fall_back and error.is_absence):
                     raise
                 server.has_fallen_back = True
         read = partial(self._read, body, limits, missing_logprobs=options.missing_logprobs)

@@ -122,11 +122,11 @@ async def test_vllm_falls_back_to_completions_once(status: int) -> None:
 
     async with serving(VLLMEngine, drawing(completions), options=options(seed=4)) as it:
         (server,), engine = it
-        await generate(engine)
+        await asyncio.gather(*(generate(engine, f"a@{number}") for number in range(2)))
         output = await generate(engine, "b@0", sampling=SamplingParams(5))
         assert output.output_ids.tolist() == [9]
-    paths = ["/inference/v1/generate", "/v1/completions", "/v1/completions"]
-    assert [asked.path for asked in server.draws] == paths
+    paths = [*["/inference/v1/generate"] * 2, *["/v1/completions"] * 3]
+    assert sorted(asked.path for asked in server.draws) == paths
     payload = server.draws[-1].payload
     assert payload["prompt"] == [1, 2, 3]
     assert (payload["max_tokens"], payload["logprobs"]) == (5, 0)

@@ -266,7 +266,7 @@ def _formed(message: Message, form: tuple[bool, bool]) -> Message:
             return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
         if isinstance(arguments, str) and not has_text_arguments:
             with suppress(ValueError, RecursionError):
-                return {**call, "arguments": json.loads(arguments)}
+                return {**call, "arguments": json.loads(arguments or "{}")}
         return call
 
     if _is_parts(message.get("content")) and not has_parts:

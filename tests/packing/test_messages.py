@@ -194,6 +194,7 @@ def test_a_template_that_does_not_continue_its_prompt_is_named_with_the_place():
         ("qwen3", {}, OFF, None),
         ("qwen3_5_think", {}, OFF, None),
         ("qwen2_5", {"name": None, "tool_calls": []}, {}, None),
+        ("qwen2_5", {"tool_calls": [{"name": "add", "arguments": ""}]}, {}, None),
         ("qwen3", {"reasoning_content": "Hm.", "reasoning": "Hm."}, {}, None),
     ],
 )

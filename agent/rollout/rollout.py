@@ -41,11 +41,6 @@ class Rollout:
     tokenizer: Any
     agent: MathMultiTurnAgent
 
-    def in_order(self, results: Iterable[EpisodeResult]) -> list[EpisodeResult]:
-        """Return results in order of prompt and sample."""
-        place = {prompt.id: index for index, prompt in enumerate(self.prompts)}
-        return sorted(results, key=lambda result: (place[result.prompt.id], result.sample))
-
     @asynccontextmanager
     async def episodes(
         self,

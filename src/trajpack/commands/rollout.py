@@ -97,7 +97,8 @@ def _roll_out(prepared: Rollout, layout: LayoutName, out: Path, *, saved: list[P
         port = settings.metrics_port
         observers = [] if port is None else [stack.enter_context(_served_metrics(port))]
         progress, results, status = _run_episodes(prepared, total, log, observers)
-        results = prepared.in_order(results)
+        places = {prompt.id: index for index, prompt in enumerate(prepared.prompts)}
+        results.sort(key=lambda result: (places[result.prompt.id], result.sample))
         errors = [result.error for result in results if result.error is not None]
         failures = Counter(error.reason for error in errors).most_common(5)
         ended = next((error.reason for error in errors if has_engine_ended(error)), "")
@@ -121,14 +122,14 @@ def _roll_out(prepared: Rollout, layout: LayoutName, out: Path, *, saved: list[P
         saved.append(out)
         rows = report(results, progress, batch, num_merged=buffer.num_tokens)
         rows += [*batch_rows(batch, layout), *((f"failed {n:,}", text) for text, n in failures)]
-        places: dict[str, Path | None] = {"batch": out, "tokenizer": out.with_suffix(".tokenizer")}
-        places |= {"answers": settings.answers, "log": settings.log}
+        files: dict[str, Path | None] = {"batch": out, "tokenizer": out.with_suffix(".tokenizer")}
+        files |= {"answers": settings.answers, "log": settings.log}
         luck = "The tiny model has random weights: a right answer is luck."
         show(
             f"{len(results):,} of {total:,} episodes",
             rows,
             *[luck] * (settings.model is None),
-            *(f"{name:10} {place}" for name, place in places.items() if place is not None),
+            *(f"{name:10} {file}" for name, file in files.items() if file is not None),
             f"Look at it with: trajpack inspect {out}",
         )
         if ended:

@@ -281,7 +281,8 @@ def launches_of_spreads(cu_turns: torch.Tensor) -> Launches:
     truncated = torch.zeros(32, dtype=torch.bool, device=device)
     inputs = rows[:32].double(), words[:33], cu_turns, words[:32]
     for label, given in (("turns", None), ("given", rows), ("given, float64", rows.double())):
-        yield label, partial(scores_forward, *inputs, given=given, truncated=truncated, clip=1.0)
+        cut = None if given is None else truncated
+        yield label, partial(scores_forward, *inputs, given=given, truncated=cut, clip=1.0)
     for label, given in {
         "turns": (rows, None, None, None),
         "trajectories": (rows, None, index, None),

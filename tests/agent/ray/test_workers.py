@@ -111,10 +111,11 @@ class Load:
 
     async def replaced(self, kill: Callable[[], Awaitable[None]]) -> None:
         """Lose workers under load, publish weights meanwhile, and wait for others."""
-        workers, version = self.workers, self.workers.version
+        workers = self.workers
         before, num_results = {worker.pid for worker in workers.workers}, len(self.results)
         await until(lambda: len(self.results) > num_results + 10)
         await kill()
+        version = workers.version
         await until(lambda: not before <= {worker.pid for worker in workers.workers})
         await workers.publish(number(workers.version + 1))
         await until(lambda: len(workers.workers) == workers.num_workers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import os
 from abc import ABC, abstractmethod
@@ -81,15 +80,7 @@ class ConversationAgent(ABC):
         await self.log(conversation)
         return [conversation.trajectory(self.turn_discount)]
 
-    async def collect_trajectory(
-        self,
-        prompt: Prompt,
-        env: Environment,
-        obs_queue: asyncio.Queue[Any],
-        act_queue: asyncio.Queue[Any],
-    ) -> list[Trajectory]:
-        """Run one episode by AReaL's protocol, see `run_over_queues`."""
-        return await run_over_queues(self, prompt, env, obs_queue, act_queue)
+    collect_trajectory = run_over_queues
 
     async def _ask(self, conversation: Conversation) -> Exchange | None:
         """Return the next turn, or None where a limit or a refusal leaves the turns so far."""
@@ -114,11 +105,16 @@ class ConversationAgent(ABC):
 
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return a prompt's tokens: a chat by the tokenizer's template, and who speaks next."""
-        text = self.tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-        )
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        ids: list[int] = self.tokenizer.encode(self.rendered(messages), add_special_tokens=False)
         return ids
+
+    def rendered(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return what the chat template renders of messages, and who speaks next."""
+        chat = [dict(message) for message in messages]
+        text: str = self.tokenizer.apply_chat_template(
+            chat, tokenize=False, add_generation_prompt=True
+        )
+        return text
 
     def extend(self, conversation: Conversation, observation: list[int]) -> None:
         """Append an observation to the next prompt."""

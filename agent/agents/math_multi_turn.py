@@ -33,24 +33,18 @@ _FEEDBACK = {
 class MathMultiTurnAgent(ConversationAgent):
     """Asks for an answer `num_turns` times and tells the model each time how it did.
 
-    Each turn's prompt is the last turn's prompt, its completion, and the feedback: a
-    newline and the chat template applied to one user message, with the generation prompt.
-    The template is encoded as it renders and the tokenizer adds nothing of its own, so a
-    template that writes a system message or a beginning-of-sequence token writes it again
-    in every turn.
+    The feedback is a newline and what the chat template renders of one user message. A template
+    that writes a system message, or a token that begins a text, writes it again in every turn.
 
     A turn's reward is ``((success - 0.5) * 2 - reward_bias) * reward_scaling``, where
     ``success`` is the environment's number, 0 or 1.
-
-    One agent serves any number of episodes at once.
 
     Attributes:
         gconfig: Sampling parameters. Where it has ``n`` or ``n_samples``, as an attribute or a key,
             that must be 1.
         tokenizer: A Hugging Face tokenizer with a chat template, or the local folder of one.
-        answer_save_path: Folder of the `AnswerLog`; None keeps no log. A finished episode is logged
-            whole, an unfinished one not at all. Where the folder cannot be written to, the
-            trajectory is returned all the same and a warning is logged.
+        answer_save_path: Folder of the `AnswerLog` of finished episodes; None keeps no log. An
+            episode that cannot be logged costs a warning.
         reward_scaling: Multiplies the reward, after the bias.
         reward_bias: Subtracted from the reward, which is 1 or -1 before.
         turn_level_discount: Discount from one turn to the next, stored in the trajectory.
@@ -79,7 +73,6 @@ class MathMultiTurnAgent(ConversationAgent):
     stop_on_terminated: bool = False
     max_total_tokens: int | None = None
     _feedback_ids: dict[bool, list[int]] = field(init=False, repr=False)
-    _log: AnswerLog | None = field(init=False, repr=False)
 
     __repr__ = brief_repr
 
@@ -90,7 +83,7 @@ class MathMultiTurnAgent(ConversationAgent):
                 raise ValueError(f"gconfig.{name} must be 1, got {asked}: one sample per turn")
         if as_integer("num_turns", self.num_turns) < 1:
             raise ValueError(f"num_turns must be at least 1, got {self.num_turns}")
-        for name in ("reward_scaling", "reward_bias", "turn_level_discount"):
+        for name in ("reward_scaling", "reward_bias"):
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"{name} must be finite, got {getattr(self, name)}")
         self.limits = ConversationLimits(self.num_turns, self.max_total_tokens)
@@ -98,17 +91,11 @@ class MathMultiTurnAgent(ConversationAgent):
         self.check_limits()
         if isinstance(self.tokenizer, str | os.PathLike):
             self.tokenizer = load_tokenizer(self.tokenizer)
-        self._feedback_ids = {key: [] for key in _FEEDBACK}
-        if self.num_turns > 1:
-            for is_right, content in _FEEDBACK.items():
-                text: str = self.tokenizer.apply_chat_template(
-                    [{"role": "user", "content": content}],
-                    tokenize=False,
-                    add_generation_prompt=True,
-                )
-                ids = self.tokenizer.encode("\n" + text, add_special_tokens=False)
-                self._feedback_ids[is_right] = ids
-        self._log = None if self.answer_save_path is None else AnswerLog(self.answer_save_path)
+        self._feedback_ids = {}
+        for is_right, content in _FEEDBACK.items() if self.num_turns > 1 else ():
+            text = self.rendered([{"role": "user", "content": content}])
+            ids = self.tokenizer.encode("\n" + text, add_special_tokens=False)
+            self._feedback_ids[is_right] = ids
 
     async def respond(self, conversation: Conversation, exchange: Exchange) -> list[int] | None:
         """Judge an answer and return the feedback; None ends the episode."""
@@ -124,33 +111,30 @@ class MathMultiTurnAgent(ConversationAgent):
 
     async def log(self, conversation: Conversation) -> None:
         """Log the answers, if there is a folder for them; every token is decoded once."""
-        if self._log is None:
+        if self.answer_save_path is None:
             return
+        logged: list[LoggedTurn] = []
+        end, prompt_text = 0, ""
         try:
-            logged: list[LoggedTurn] = []
-            end, prompt_text = 0, ""
-            for turn, one in enumerate(conversation.exchanges):
-                start, turn_logged = len(one.turn.prompt_ids), one.turn
+            for exchange in conversation.exchanges:
+                start, turn = len(exchange.turn.prompt_ids), exchange.turn
                 prompt_text += self.decode(conversation.token_ids[end:start])
                 logged.append(
                     LoggedTurn(
-                        turn=turn,
+                        turn=len(logged),
                         prompt_text=prompt_text,
-                        completion_text=one.text,
+                        completion_text=exchange.text,
                         prompt_len=start,
-                        answer_len=len(one.ids),
-                        success=one.success,
-                        reward=one.reward,
-                        version_start=turn_logged.version_start,
-                        version_end=turn_logged.version_end,
+                        answer_len=len(exchange.ids),
+                        success=exchange.success,
+                        reward=exchange.reward,
+                        version_start=turn.version_start,
+                        version_end=turn.version_end,
                     )
                 )
-                prompt_text += self.decode(one.ids.tolist())
-                end = start + len(one.ids)
-            await self._log.write(conversation.qid, logged)
+                prompt_text += self.decode(exchange.ids.tolist())
+                end = start + len(exchange.ids)
+            await AnswerLog(self.answer_save_path).write(conversation.qid, logged)
         except Exception as error:  # noqa: BLE001 - a tokenizer may raise anything, too
-            logger.warning(
-                "episode %s: its answers were not logged: %s",
-                one_line(repr(conversation.qid)),
-                one_line(error),
-            )
+            name = one_line(repr(conversation.qid))
+            logger.warning("episode %s: its answers were not logged: %s", name, one_line(error))

@@ -7,13 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trajpack.agent.errors import EpisodeError
-from trajpack.agent.protocols import (
-    Environment,
-    Generate,
-    GenerationOutput,
-    Prompt,
-    SamplingParams,
-)
+from trajpack.agent.protocols import Environment, Generate, GenerationOutput, Prompt, SamplingParams
 from trajpack.agent.runner.episode import coroutine_of
 from trajpack.agent.runner.replies import checked_prompt, turn_of
 from trajpack.packing.types import Trajectory, Turn
@@ -26,14 +20,10 @@ async def run_over_queues(
     obs_queue: asyncio.Queue[Any],
     act_queue: asyncio.Queue[Any],
 ) -> list[Trajectory]:
-    """Run one episode of an agent of this library by AReaL's protocol.
+    """Run one episode of an agent, or of the coroutine function that is one, by AReaL's protocol.
 
-    Args:
-        agent: Agent, or the coroutine function that is one.
-        prompt: Opening; its id is the ``qid`` of each request.
-        env: Environment of the episode.
-        obs_queue: Takes requests, ``(prompt.id, token_ids, sampling)``, one at a time.
-        act_queue: Gives a `GenerationOutput` or a `GenerationError` for each request.
+    ``obs_queue`` takes requests ``(prompt.id, token_ids, sampling)``, one at a time. ``act_queue``
+    gives a `GenerationOutput`, or a `GenerationError`, for each.
     """
     lock = asyncio.Lock()  # replies do not name their requests
 
@@ -47,14 +37,15 @@ async def run_over_queues(
             raise reply
         return turn_of(prompt.id, prompt_ids, reply)
 
-    found: list[Trajectory] = await coroutine_of(agent)(prompt, env, generate)
-    return found
+    trajectories: list[Trajectory] = await coroutine_of(agent)(prompt, env, generate)
+    return trajectories
 
 
 class QueueAgent:
     """Makes an agent that has AReaL's ``collect_trajectory`` one of a runner.
 
-    A request that fails ends the episode with the request's error.
+    ``await obs_queue.put(request)`` returns once the reply is on ``act_queue``, and raises the
+    error of a request that fails.
 
     Args:
         agent: Has a coroutine ``collect_trajectory(prompt, env, obs_queue, act_queue)``.
@@ -65,37 +56,35 @@ class QueueAgent:
 
     async def run(self, prompt: Prompt, env: Environment, generate: Generate) -> list[Trajectory]:
         """Run one episode and return its trajectories."""
-        obs_queue, act_queue = asyncio.Queue[Any](), asyncio.Queue[Any]()
-
-        async def serve() -> None:
-            while True:
-                qid, token_ids, sampling = await obs_queue.get()
-                if qid != prompt.id:
-                    raise EpisodeError(prompt.id, f"the agent put a request with the qid {qid!r}")
-                act_queue.put_nowait(_reply(qid, await generate(token_ids, sampling)))
-
-        episode = self.agent.collect_trajectory(prompt, env, obs_queue, act_queue)
-        serving, playing = asyncio.ensure_future(serve()), asyncio.ensure_future(episode)
-        try:
-            await asyncio.wait({serving, playing}, return_when=asyncio.FIRST_COMPLETED)
-            found: list[Trajectory] = await (playing if playing.done() else serving)  # type: ignore[assignment]
-        finally:
-            for task in (serving, playing):
-                task.cancel()
-            await asyncio.wait({serving, playing})
-        return found
+        requests = _Requests(prompt.id, generate)
+        trajectories: list[Trajectory] = await self.agent.collect_trajectory(
+            prompt, env, requests, requests.replies
+        )
+        return trajectories
 
 
-def _reply(qid: str, turn: Turn) -> GenerationOutput:
-    return GenerationOutput(
-        qid,
-        turn.prompt_ids,
-        turn.completion_ids,
-        turn.completion_logprobs,
-        turn.truncated,
-        turn.version_start,
-        turn.version_end,
-        turn.version_spans,
-        turn.fields,
-        turn.stop_reason,
-    )
+class _Requests:
+    """The ``obs_queue`` of one episode, which generates as a request is put."""
+
+    def __init__(self, qid: str, generate: Generate) -> None:
+        self.qid, self.generate = qid, generate
+        self.replies = asyncio.Queue[GenerationOutput]()
+
+    async def put(self, request: tuple[str, Sequence[int], Any]) -> None:
+        qid, token_ids, sampling = request
+        if qid != self.qid:
+            raise EpisodeError(self.qid, f"the agent put a request with the qid {qid!r}")
+        turn = await self.generate(token_ids, sampling)
+        reply = GenerationOutput(
+            qid,
+            turn.prompt_ids,
+            turn.completion_ids,
+            turn.completion_logprobs,
+            turn.truncated,
+            turn.version_start,
+            turn.version_end,
+            turn.version_spans,
+            turn.fields,
+            turn.stop_reason,
+        )
+        self.replies.put_nowait(reply)

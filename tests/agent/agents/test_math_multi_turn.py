@@ -153,7 +153,7 @@ def test_a_log_that_cannot_be_written_costs_a_warning_not_the_trajectory(
         ({"num_turns": 0}, "num_turns must be at least 1, got 0"),
         ({"reward_scaling": float("inf")}, "reward_scaling must be finite, got inf"),
         ({"reward_bias": float("nan")}, "reward_bias must be finite, got nan"),
-        ({"turn_level_discount": float("-inf")}, "turn_level_discount must be finite, got -inf"),
+        ({"turn_level_discount": float("-inf")}, "turn_discount must be finite, got -inf"),
         ({"max_total_tokens": 0}, "max_total_tokens must be positive, got 0"),
         ({"max_total_tokens": 9, "gconfig": None}, "needs a gconfig with max_new_tokens"),
     ],

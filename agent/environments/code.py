@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
-import builtins
-import inspect
 import os
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from trajpack.agent.environments.judging import JudgingEnvironment
 from trajpack.agent.environments.program_runner import BubblewrapRunner
@@ -20,7 +17,6 @@ RunProgram = Callable[[str, str], Awaitable[tuple[str, str]]]
 ``"exited"`` or a word for the failure, and its standard output. It raises if it did not run it."""
 
 _MAX_ANSWER_CHARS = 65_536
-_COLLECTIONS = {"set", "frozenset", "tuple", "list", "sorted"}
 _PYTHON = {"", "python", "python3", "py"}
 _FENCE = "```"
 
@@ -33,28 +29,24 @@ class CodeProblem:
         id: Unique among the problems used together.
         inputs: Pairs of a standard input and the standard output expected for it; spaces and empty
             lines at ends do not count.
-        asserts: Assertions about the program's functions, ``assert EXPRESSION == VALUE``, where
-            the value is a literal, or ``set``, ``frozenset``, ``tuple``, ``list`` or ``sorted`` of
-            one. The expression is evaluated after the program; a value that is of no built-in type
-            equals none.
         setup: Python code that runs before the answer in each case, such as imports.
+        call: Python code that runs after it, such as ``print(add(int(input()), int(input())))``
+            where the answer is a function. It must name no expected value: the answer can read it.
 
     Raises:
-        ValueError: If there are no cases, or an assertion has another form.
+        ValueError: If there are no cases.
     """
 
     id: str
-    inputs: Sequence[tuple[str, str]] = ()
-    asserts: Sequence[str] = ()
+    inputs: Sequence[tuple[str, str]]
     setup: str = ""
+    call: str = ""
 
     __repr__ = brief_repr
 
     def __post_init__(self) -> None:
-        if not (self.inputs or self.asserts):
-            raise ValueError(f"problem {self.id!r} has no cases: expected inputs or asserts")
-        for text in self.asserts:
-            _split(text)
+        if not self.inputs:
+            raise ValueError(f"problem {self.id!r} has no cases")
 
 
 class CodeEnvironment(JudgingEnvironment[CodeProblem]):
@@ -64,8 +56,7 @@ class CodeEnvironment(JudgingEnvironment[CodeProblem]):
     them, and its output is compared, never run or parsed.
 
     ``info`` of a step has for each answer ``fraction_passed`` and ``outcomes``, a word for each
-    case, inputs first: ``"passed"``, ``"wrong"``, ``"no_code"``, or the outcome of a program that
-    failed.
+    case: ``"passed"``, ``"wrong"``, ``"no_code"``, or the outcome of a program that failed.
 
     Args:
         problems: All problems of the rollout.
@@ -97,22 +88,22 @@ class CodeEnvironment(JudgingEnvironment[CodeProblem]):
         outcomes = []
         for answer in answers:
             code = last_code_block(answer[-_MAX_ANSWER_CHARS:])
-            cases = _cases(asked, code or "")
-            runs = [] if code is None else [self._run(case) for case in cases]
-            outcomes.append(await asyncio.gather(*runs) or ["no_code"] * len(cases))
+            program = f"{asked.setup}\n{code}\n{asked.call}\n"
+            runs = [] if code is None else [self._run(program, *case) for case in asked.inputs]
+            outcomes.append(await asyncio.gather(*runs) or ["no_code"] * len(asked.inputs))
         fractions = [words.count("passed") / len(words) for words in outcomes]
         info = {"fraction_passed": fractions, "outcomes": outcomes}
         return [fraction == 1 for fraction in fractions], info
 
-    async def _run(self, case: _Case) -> str:
+    async def _run(self, program: str, stdin: str, expected: str) -> str:
         async with self._idle:
             try:
-                outcome, output = await self._run_program(case.program, case.stdin)
+                outcome, output = await self._run_program(program, stdin)
             except Exception as error:
                 raise RuntimeError(f"step: a program was not run: {error}") from error
         if outcome != "exited":
             return outcome
-        return "passed" if _lines(output) == _lines(case.expected) else "wrong"
+        return "passed" if _lines(output) == _lines(expected) else "wrong"
 
 
 def last_code_block(text: str) -> str | None:
@@ -138,86 +129,5 @@ def last_code_block(text: str) -> str | None:
     return found
 
 
-class _Case(NamedTuple):
-    program: str
-    stdin: str
-    expected: str
-
-
-def _cases(problem: CodeProblem, code: str) -> list[_Case]:
-    program = f"{problem.setup}\n{code}\n"
-    cases = [_Case(program, stdin, stdout) for stdin, stdout in problem.inputs]
-    for text in problem.asserts:
-        expression, value = _split(text)
-        shown = f"{_SHOW_VALUE}\n_show_value({program!r}, {expression!r})\n"
-        cases.append(_Case(shown, "", canonical(value)))
-    return cases
-
-
 def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
-
-
-def canonical(value: Any) -> str:
-    """Return a text that is equal for equal values, as Python compares them, and else differs.
-
-    A value that is of no built-in type becomes the name of its type.
-
-    Example:
-        >>> canonical([1, 2.0, True]), canonical({"b": None, "a": (1.5,)})
-        ('[0x1, 0x2, 0x1]', "{'a': (1.5), 'b': None}")
-    """
-    if isinstance(value, dict):
-        pairs = [f"{canonical(key)}: {canonical(value[key])}" for key in value]
-        return f"{{{', '.join(sorted(pairs))}}}"
-    if isinstance(value, (list, tuple, set, frozenset)):
-        items = [canonical(item) for item in value]
-        if isinstance(value, (set, frozenset)):
-            return f"set({', '.join(sorted(items))})"
-        return f"[{', '.join(items)}]" if isinstance(value, list) else f"({', '.join(items)})"
-    if isinstance(value, complex) and value.imag == 0:
-        value = value.real
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if isinstance(value, int):
-        return hex(value)  # conversion to decimal is slow and limited in length
-    kinds: tuple[Any, ...] = (float, complex, str, bytes, type(None))
-    for kind in kinds:
-        if isinstance(value, kind):
-            return str(kind.__repr__(value))
-    return f"<{type(value).__name__}>"
-
-
-# Prints the value of an expression alone; what the answer prints goes to standard error.
-_SHOW_VALUE = f"""from __future__ import annotations
-{inspect.getsource(canonical)}
-def _show_value(code, expression):
-    import os, sys
-    result = os.dup(1)
-    os.dup2(2, 1)
-    module = sys.modules["answer"] = type(sys)("answer")
-    exec(compile(code, "<answer>", "exec", dont_inherit=True), module.__dict__)
-    text = canonical(eval(expression, module.__dict__))
-    with open(result, "w", encoding="utf-8", errors="replace") as file:
-        file.write(text)
-"""
-
-
-def _split(text: str) -> tuple[str, Any]:
-    """Return the expression of an assertion and the value expected of it."""
-    try:
-        match ast.parse(text.strip()).body:
-            case [ast.Assert(ast.Compare(left, [ast.Eq() | ast.Is()], [right]))]:
-                return ast.unparse(left), _value(right)
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-        pass
-    raise ValueError(f"asserts: expected 'assert EXPRESSION == VALUE', got {text!r:.120}")
-
-
-def _value(node: ast.expr) -> Any:
-    if any(isinstance(part, ast.Constant) and part.value is ... for part in ast.walk(node)):
-        raise ValueError("an ellipsis is compared with nothing")
-    match node:
-        case ast.Call(ast.Name(name), [argument], []) if name in _COLLECTIONS:
-            return getattr(builtins, name)(ast.literal_eval(argument))
-    return ast.literal_eval(node)

@@ -188,7 +188,7 @@ LARGE = [
     ),
     GroupResult(PROMPT, (RESULT,) * 50),
     agent.Question("q", ({"role": "user", "content": LONG},) * 50, (LONG,) * 50),
-    CodeProblem("p", ((LONG, LONG),) * 50, (), LONG),
+    CodeProblem("p", ((LONG, LONG),) * 50, LONG),
     agent.Tool("t", LONG, {"properties": {LONG: {"type": "string"}}}, len),
     Ragged(torch.tensor(IDS), torch.tensor(IDS)),
     LoggedEpisode("e", (TRAJECTORY,) * 50, LONG),

@@ -10,7 +10,6 @@ import pytest
 from trajpack.agent.environments.code import (
     CodeEnvironment,
     CodeProblem,
-    canonical,
     last_code_block,
 )
 from trajpack.agent.errors import SetupError
@@ -18,8 +17,9 @@ from trajpack.agent.errors import SetupError
 DOUBLE = CodeProblem("double", [("2\n", "4\n"), ("21\n", "42")])
 ADD = CodeProblem(
     "add",
-    asserts=["assert add(2, 3) == 5", "assert add(0, 0) == 0"],
+    [("2 3", "5"), ("0 0", "0")],
     setup="import math",
+    call="print(int(add(*map(int, input().split()))))",
 )
 
 
@@ -59,13 +59,11 @@ def test_a_program_is_right_that_passes_every_case() -> None:
     assert info["outcomes"] == [["passed", "passed"], ["passed", "wrong"], ["wrong", "wrong"]]
 
 
-def test_values_are_compared_and_prints_do_not_matter() -> None:
-    right = (
-        "print('5')\nif __name__ == '__main__': input()\ndef add(a, b): return math.fsum([a, b])"
-    )
-    rewards, info = run(judge(ADD, right, "def add(a, b): return print(5)", "add = 5"))
+def test_a_function_is_called_after_the_answer() -> None:
+    right = "def add(a, b): return math.fsum([a, b])"
+    rewards, info = run(judge(ADD, right, "def add(a, b): return 5", "add = 5"))
     assert rewards == [True, False, False]
-    assert info["outcomes"][1:] == [["wrong", "wrong"], ["crashed", "crashed"]]
+    assert info["outcomes"][1:] == [["passed", "wrong"], ["crashed", "crashed"]]
 
 
 def test_failures_are_named() -> None:
@@ -81,9 +79,6 @@ CHEATS = [
     # says that all is well, in all the ways that tests are known to say it
     "print('PASSED')\nprint('1 passed')\nprint([True])\nimport os\nos._exit(0)",
     "import sys\nsys.stderr.write('OK')\nraise SystemExit(0)",
-    # whatever is compared with it, it is equal
-    "class Equal:\n    def __eq__(self, other): return True\n"
-    "    def __repr__(self): return '0x3ade68b1'\ndef secret(): return Equal()",
     # looks for what is expected, in all that it can reach
     "import gc, sys\n"
     "def secret():\n"
@@ -92,18 +87,16 @@ CHEATS = [
     "        seen += [repr(frame.f_locals), repr(frame.f_globals)]\n"
     "        frame = frame.f_back\n"
     "    seen += [repr(found) for found in gc.get_objects() if type(found) in (dict, tuple)]\n"
-    "    wanted = [''.join(reversed('123456789')), '1b86eda3x0'[::-1]]\n"
-    "    return int(wanted[0]) if any(one in text for text in seen for one in wanted) else None",
-    # writes to the descriptor that its value goes to, before its value does
-    "import os\ndef secret():\n"
-    "    for n in range(1, 64):\n        try: os.write(n, b'0x3ade68b1')\n"
-    "        except OSError: pass\n    return ''",
+    "    wanted = ''.join(reversed('123456789'))\n"
+    "    return int(wanted) if any(wanted in text for text in seen) else None",
+    # keeps what calls it from printing
+    "import builtins\nsecret = builtins.print = lambda *x: None",
 ]
 
 
 @pytest.mark.parametrize("code", CHEATS)
 def test_programs_that_cheat_are_wrong(code: str) -> None:
-    problem = CodeProblem("secret", asserts=["assert secret() == 987654321"])
+    problem = CodeProblem("secret", [("", "987654321")], call="print(secret())")
     assert run(judge(problem, code))[0] == [False]
     assert run(judge(DOUBLE, code))[0] == [False]
 
@@ -194,8 +187,7 @@ def step(*action: Any) -> Any:
         (step("double@0", "x"), TypeError, "answers to 'double@0' must be a list of strings"),
         (lambda: make(DOUBLE, DOUBLE), ValueError, "problem id 'double' appears twice"),
         (lambda: make(DOUBLE, workers=0), ValueError, "workers must be at least 1, got 0"),
-        (lambda: CodeProblem("empty"), ValueError, "problem 'empty' has no cases"),
-        (lambda: CodeProblem("text", asserts="assert f(1)"), ValueError, "asserts: .*, got 'a'"),
+        (lambda: CodeProblem("empty", []), ValueError, "problem 'empty' has no cases"),
     ],
 )
 def test_wrong_actions_and_options_are_refused(
@@ -211,51 +203,3 @@ def test_the_last_block_of_python_counts() -> None:
     assert last_code_block("```Python title=a.py\na\n```\n```bash\nb\n```") == "a"
     assert last_code_block("```text\nno\n``` \n") is None
     assert last_code_block("```python\na\n```\n```json\n{}") == "a"
-
-
-ASSERTIONS = {
-    "assert f('a') == [1, (2,)]": "f = lambda x: [True, (2.0,)]",
-    "assert set(f(1)) == set((4, 5)), 'message'": "f = lambda x: [5, 4, 5]",
-    "assert f(1) is None": "f = print",
-    "assert bool(f([1, 2], key=3)) == True": "f = lambda x, key: key in x or 'yes'",
-    "assert f(2) == 'é\\n \\ud800'": "f = lambda x: 'é\\n \\ud800'",
-    f"assert f(3) == {'[' * 90}{']' * 90}": f"f = lambda x: {'[' * 90}{']' * 90}",
-}
-
-
-@pytest.mark.parametrize("text", ASSERTIONS)
-def test_an_assertion_is_taken_apart(text: str) -> None:
-    problem = CodeProblem("p", asserts=[text])
-    assert run(judge(problem, ASSERTIONS[text], "f = lambda *x, **y: 3"))[0][0]
-    assert not run(judge(problem, "f = lambda *x, **y: 1 / 0"))[0][0]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "assert isclose(f(1), 2.5)",  # the answer could redefine isclose
-        "assert f(1) == g(1)",
-        "assert f(1) < 2",
-        "assert f(1) == 1 == g(1)",
-        "assert f(1) == set(1)",
-        "assert f(1) == {[]: 1}",
-        "assert f(1) == ...",
-        "assert f(1)",
-        "f(1) == 2",
-        "assert f(",
-        f"assert f(1) == {'[' * 999}{']' * 999}",
-        "",
-    ],
-)
-def test_an_assertion_that_would_give_the_answer_away_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="asserts: expected 'assert EXPRESSION == VALUE'"):
-        CodeProblem("p", asserts=[text])
-
-
-def test_equal_values_have_equal_texts_and_others_do_not() -> None:
-    values = [0, 1, 2.5, "1", "0x1", b"1", None, [], (), {}, set(), [1], [[1]], (1,), {1}, {1: 1}]
-    values += [{1: 2}, {"1": 1}, {2, 1}, 1j, True, 1.0, -0.0, frozenset({1}), {2: 1, 1: 2}, "None"]
-    for left in values:
-        for right in values:
-            assert (canonical(left) == canonical(right)) == (left == right), (left, right)
-    assert canonical(10**5000) != canonical(10**5000 + 1)

@@ -184,3 +184,6 @@ class _Worker:
             child.kill()
             child.wait()
             self._connection.close()
+
+    def __del__(self) -> None:
+        self.stop()  # of an environment that was never closed

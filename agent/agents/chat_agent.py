@@ -13,14 +13,13 @@ from trajpack.agent.agents.conversation import (
     Conversation,
     ConversationLimits,
     Exchange,
-    sampling_option,
     with_max_new_tokens,
 )
 from trajpack.agent.agents.queue_adapter import run_over_queues
 from trajpack.agent.errors import RequestRefusedError
 from trajpack.agent.models.causal_model import load_tokenizer
 from trajpack.agent.protocols import Environment, Generate, Prompt
-from trajpack.packing.conversion import as_ids, as_integer
+from trajpack.packing.conversion import as_ids
 from trajpack.packing.types import Trajectory
 
 OldThoughts = Literal["keep", "drop"]
@@ -56,9 +55,9 @@ class ConversationAgent(ABC):
             generate: Asks the engine.
 
         Raises:
-            EpisodeError: If the environment fails, or ``max_total_tokens`` leaves no room for a
-                first turn.
-            GenerationError: If the engine could not generate.
+            EpisodeError: If the environment fails.
+            GenerationError: If the engine could not generate, or ``max_total_tokens`` leaves no
+                room for a first turn.
         """
         conversation = Conversation(prompt, env, generate)
         await conversation.begin()
@@ -74,7 +73,6 @@ class ConversationAgent(ABC):
                 with conversation.guard("its text could not be decoded"):
                     exchange.text = self.decode(exchange.ids.tolist(), skip_special_tokens=True)
                 observation = await self.respond(conversation, exchange)
-                conversation.turn += 1
         finally:
             await self.close(conversation)
         await self.log(conversation)
@@ -84,19 +82,16 @@ class ConversationAgent(ABC):
 
     async def _ask(self, conversation: Conversation) -> Exchange | None:
         """Return the next turn, or None where a limit or a refusal leaves the turns so far."""
-        num_tokens, limit = len(conversation.token_ids), self.limits.max_total_tokens
         if len(conversation.exchanges) >= self.limits.max_turns:
             return None
-        gconfig = self.gconfig
-        if limit is not None:
-            if num_tokens >= limit:
-                if conversation.exchanges:
-                    return None
-                raise conversation.error(
-                    f"a prompt of {num_tokens} tokens leaves no room in max_total_tokens={limit}"
-                )
-            gconfig = with_max_new_tokens(gconfig, limit - num_tokens)
         try:
+            gconfig = self.gconfig
+            if (limit := self.limits.max_total_tokens) is not None:
+                room = limit - len(conversation.token_ids)
+                if room <= 0:
+                    reason = f"its prompt leaves no room in max_total_tokens={limit}"
+                    raise RequestRefusedError(conversation.qid, reason)
+                gconfig = with_max_new_tokens(gconfig, room)
             return await conversation.ask(gconfig)
         except RequestRefusedError:
             if not conversation.exchanges:
@@ -142,31 +137,17 @@ class ConversationAgent(ABC):
         """Log an episode that has not failed."""
 
     def check_limits(self) -> None:
-        """Raise unless the discount is finite and a limit on tokens has all that it needs.
-
-        Raises:
-            ValueError: If ``gconfig`` has no ``max_new_tokens``, or the discount is not finite.
-            TypeError: If ``gconfig.max_new_tokens`` is not an integer.
-        """
+        """Raise unless the discount is finite and a limit on tokens can be asked for."""
         if not math.isfinite(self.turn_discount):
             raise ValueError(f"turn_discount must be finite, got {self.turn_discount}")
         if self.limits.max_total_tokens is not None:
-            asked = sampling_option(self.gconfig, "max_new_tokens", None)
-            if asked is None:
-                raise ValueError("max_total_tokens needs a gconfig with max_new_tokens")
-            as_integer("gconfig.max_new_tokens", asked)
+            with_max_new_tokens(self.gconfig, 1)
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        """Return the text of tokens, with its spaces as they are.
-
-        Raises:
-            TypeError: If the tokenizer returns no str.
-        """
-        text = self.tokenizer.decode(
+        """Return the text of tokens, with its spaces as they are."""
+        text: str = self.tokenizer.decode(
             ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
-        if not isinstance(text, str):
-            raise TypeError(f"the tokenizer decodes to {type(text).__name__}, not str")
         return text
 
 
@@ -179,8 +160,7 @@ class ChatAgent(ConversationAgent):
         limits: Limits of each conversation; None takes the default ones.
         turn_discount: Discount from one turn to the next, stored in the trajectory.
         old_thoughts: Whether a completion's thoughts stay in later prompts. ``"drop"`` leaves them
-            out, as a chat template's history does: a later prompt is not the continuation of the
-            one before, so that it begins a new chain.
+            out, as a chat template's history does, so that a later prompt begins a new chain.
 
     Raises:
         ValueError: If an option is out of range, or the chat template does not show a message of
@@ -214,11 +194,7 @@ class ChatAgent(ConversationAgent):
         self.check_limits()
 
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return a prompt's tokens: a chat by the tokenizer's template, and who speaks next.
-
-        Raises:
-            ValueError: If the template does not show what a user says.
-        """
+        """Return a prompt's tokens; a message that the template does not show is a `ValueError`."""
         return self.messages.prompt(messages)
 
     def extend(self, conversation: Conversation, observation: list[int]) -> None:
@@ -228,5 +204,5 @@ class ChatAgent(ConversationAgent):
             with conversation.guard("its history could not be rendered"):
                 prompt_ids = as_ids("prompt_ids", last.turn.prompt_ids).tolist()
                 ids = self.messages.without_thoughts(prompt_ids, last.ids.tolist())
-            conversation.rewrite(ids)
+            conversation.token_ids = ids
         super().extend(conversation, observation)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import copy
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trajpack.agent.errors import EnvironmentFailedError, EpisodeCancelledError, EpisodeError
+from trajpack.agent.errors import EnvironmentFailedError, EpisodeError
 from trajpack.agent.protocols import Action, Environment, Generate, Prompt
 from trajpack.packing.conversion import as_ids, as_integer, as_number, several
 from trajpack.packing.types import Trajectory, Turn
@@ -54,16 +52,20 @@ def sampling_option(gconfig: Any, name: str, default: Any) -> Any:
 
 
 def with_max_new_tokens(gconfig: Any, most: int) -> Any:
-    """Return sampling parameters that ask for at most so many tokens, otherwise unchanged."""
-    if sampling_option(gconfig, "max_new_tokens", most) <= most:
+    """Return sampling parameters that ask for at most so many tokens, otherwise unchanged.
+
+    Raises:
+        ValueError: If they have no ``max_new_tokens``.
+        TypeError: If that is not an integer, or they are neither a mapping nor a dataclass.
+    """
+    asked = sampling_option(gconfig, "max_new_tokens", None)
+    if asked is None:
+        raise ValueError("max_total_tokens needs a gconfig with max_new_tokens")
+    if as_integer("gconfig.max_new_tokens", asked) <= most:
         return gconfig
     if isinstance(gconfig, Mapping):
         return {**gconfig, "max_new_tokens": most}
-    if is_dataclass(gconfig) and not isinstance(gconfig, type):
-        return replace(gconfig, max_new_tokens=most)
-    changed = copy.copy(gconfig)
-    changed.max_new_tokens = most
-    return changed
+    return replace(gconfig, max_new_tokens=most)
 
 
 @dataclass(eq=False)
@@ -87,12 +89,10 @@ class Exchange:
 
 @dataclass(eq=False)
 class Conversation:
-    """State of one episode. It grows turn by turn and is dropped if a turn fails.
+    """State of one episode.
 
     Attributes:
-        prompt: Opening.
-        env: Environment that judges the answers.
-        generate: Asks the engine.
+        prompt, env, generate: As an agent gets them.
         token_ids: Token ids so far. Tokens appended between turns are observation.
         exchanges: Turns so far.
         observation: Observation that the environment gave last.
@@ -109,10 +109,6 @@ class Conversation:
     observation: Any = None
     terminated: bool = False
     truncated: bool | None = None
-    is_rewritten: bool = False
-    """Whether a prompt is not the continuation of the one before."""
-    turn: int = 0
-    """Number of the turn that is under way."""
     birth_time_ms: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
 
     @property
@@ -121,43 +117,28 @@ class Conversation:
         return self.prompt.id
 
     def error(self, reason: str, kind: type[EpisodeError] = EpisodeError) -> EpisodeError:
-        """Return an error that names the episode and the turn it is in."""
-        return kind(self.qid, f"turn {self.turn}: {reason}")
+        """Return an error that names the episode and its last turn."""
+        return kind(self.qid, f"turn {max(len(self.exchanges) - 1, 0)}: {reason}")
 
     @contextmanager
     def guard(self, failure: str, kind: type[EpisodeError] = EpisodeError) -> Iterator[None]:
         """Convert exceptions of the body to an error of this episode, with its cause.
 
-        So is a cancellation of something awaited, if this task itself is not being cancelled.
-
         Raises:
             EpisodeError: Of this ``kind``, that begins with ``failure``.
-            EpisodeCancelledError: If something awaited was cancelled.
-            asyncio.CancelledError: If the task is being cancelled.
         """
         try:
             yield
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            raise self.error(f"{failure}: it was cancelled", EpisodeCancelledError) from error
         except Exception as error:
             reason = str(error) if isinstance(error, TypeError | ValueError) else repr(error)
             raise self.error(f"{failure}: {reason}", kind) from error
 
     async def begin(self) -> None:
-        """Reset the environment and open the conversation with the prompt.
-
-        Raises:
-            EpisodeError: If the environment fails, or the prompt has no token ids.
-        """
+        """Reset the environment and open the conversation with the prompt."""
         with self.guard("the environment's reset failed", EnvironmentFailedError):
             await self.env.reset()
         with self.guard("the prompt was refused"):
             self.token_ids = as_ids("prompt_ids", self.prompt.input_ids).tolist()
-        if not self.token_ids:
-            raise self.error("the prompt has no tokens")
 
     async def ask(self, gconfig: Any) -> Exchange:
         """Request the next completion and append it."""
@@ -179,31 +160,27 @@ class Conversation:
             self.observation, successes, terminated, truncated, _ = await self.env.step(
                 Action(self.qid, [answer])
             )
-            scores = [as_number("success", one) for one in several(_REWARDS, successes)]
+            scores = several(_REWARDS, successes)
+            if len(scores) != 1:
+                raise ValueError(f"expected one success, got {len(scores)}")
+            score = as_number("success", scores[0])
             self.terminated, is_cut = bool(terminated), bool(truncated)
-        if len(scores) != 1:
-            reason = f"expected one success of the environment, got {len(scores)}"
-            raise self.error(reason, EnvironmentFailedError)
         self.truncated = is_cut or None
-        return scores[0], self.terminated or is_cut
-
-    def rewrite(self, token_ids: list[int]) -> None:
-        """Let the next prompt begin with other tokens than those so far."""
-        self.is_rewritten = self.is_rewritten or token_ids != self.token_ids
-        self.token_ids = token_ids
+        return score, self.terminated or is_cut
 
     def trajectory(self, turn_discount: float) -> Trajectory:
-        """Return the trajectory; its prompts are views of one array, unless one is rewritten.
+        """Return the trajectory; its prompts are views of one array where they can be.
 
         Of one that was cut off, the last turn counts as truncated, too: trainers that know no flag
         of trajectories see it there.
         """
         conversation = as_ids("token_ids", self.token_ids)
         turns = []
-        for one in self.exchanges:
-            ids = one.turn.prompt_ids
-            ids = ids if self.is_rewritten else conversation[: len(ids)]
-            turns.append(replace(one.turn, prompt_ids=ids, reward=one.reward))
+        for exchange in self.exchanges:
+            ids = exchange.turn.prompt_ids
+            view = conversation[: len(ids)]
+            prompt_ids = view if np.array_equal(view, ids) else ids
+            turns.append(replace(exchange.turn, prompt_ids=prompt_ids, reward=exchange.reward))
         if self.truncated:
             turns[-1] = replace(turns[-1], truncated=True)
         return Trajectory(

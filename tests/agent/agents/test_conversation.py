@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from trajpack.agent.agents.conversation import (
 )
 from trajpack.agent.errors import (
     EnvironmentFailedError,
-    EpisodeCancelledError,
     EpisodeError,
     RequestRefusedError,
 )
@@ -75,7 +73,6 @@ def test_the_prompts_of_turns_are_views_of_one_conversation() -> None:
 @pytest.mark.parametrize(
     ("prompt_ids", "message"),
     [
-        ([], "the prompt has no tokens"),
         ([1, -2], "the prompt was refused: prompt_ids must be 0 or more"),
         ([1.5], "the prompt was refused: prompt_ids must be integers"),
     ],
@@ -85,17 +82,9 @@ def test_a_prompt_that_is_no_prompt_is_refused(prompt_ids: list[int], message: s
         asyncio.run(episode(prompt_ids=prompt_ids).begin())
 
 
-@pytest.mark.parametrize(
-    ("failure", "kind", "text"),
-    [
-        (ZeroDivisionError("oh"), EnvironmentFailedError, "oh"),
-        (asyncio.CancelledError(), EpisodeCancelledError, "it was cancelled"),
-    ],
-)
-def test_a_failing_environment_is_the_cause_of_the_error(
-    failure: BaseException, kind: Any, text: str
-) -> None:
-    reason = f"'apple@2': turn 0: the environment's {{}} failed: .*{text}"
+def test_a_failing_environment_is_the_cause_of_the_error() -> None:
+    failure, kind = ZeroDivisionError("oh"), EnvironmentFailedError
+    reason = "'apple@2': turn 0: the environment's {} failed: .*oh"
     for call, name in ((episode(failure).judge("2"), "step"), (episode(failure).begin(), "reset")):
         with pytest.raises(kind, match=reason.format(name)) as caught:
             asyncio.run(call)
@@ -133,7 +122,7 @@ def test_an_action_is_a_pair_that_knows_its_task() -> None:
 
 @pytest.mark.parametrize(
     "sampling",
-    [SamplingParams(9, 0.5), {"max_new_tokens": 9, "n": 1}, SimpleNamespace(max_new_tokens=9)],
+    [SamplingParams(9, 0.5), {"max_new_tokens": 9, "n": 1}],
 )
 def test_a_budget_replaces_one_option(sampling: Any) -> None:
     plain = sampling if isinstance(sampling, dict) else vars(sampling)
@@ -212,7 +201,7 @@ def test_an_episode_without_a_finished_turn_fails(said: Any) -> None:
     agent = Chatty(SamplingParams(8), Characters(), limits=limits)
     with pytest.raises(EpisodeError) as caught:
         collect(agent, Game(), [said], prompt=PROMPT)
-    assert caught.value is said or "10 tokens leaves no room" in caught.value.reason
+    assert caught.value is said or "leaves no room" in caught.value.reason
 
 
 @pytest.mark.parametrize(

@@ -50,11 +50,11 @@ class Question:
 def load_questions(path: str | os.PathLike[str], limit: int | None = None) -> list[Question]:
     r"""Read questions from a JSONL file, one object per line.
 
-    A line has a ``question``, ``prompt`` or ``messages``, a string or a list of chat messages, and
-    ``solutions``, a list of strings, or an ``answer``: a number, a string without spaces, or a text
-    with the final answer after ``####``, GSM8K's form. ``query_id`` or ``id`` and ``task_id`` (an
-    integer) are optional; a question without id is called after the file and the line,
-    ``gsm8k_test-1``. Blank lines are skipped, and lines after ``limit`` questions not read.
+    A line has ``prompt``, a string or a list of chat messages, and ``solutions``, a list of
+    strings; or ``question`` and ``answer``, a number or word, or a text with one after ``####``
+    (GSM8K). ``id`` and ``task_id`` (an integer) are optional; a question without id is called
+    after the file and the line, ``gsm8k_test-1``. Blank lines are skipped, and lines after
+    ``limit`` questions not read.
 
     Raises:
         ValueError: If a line is malformed (with file and line number), the file has no question, or
@@ -95,56 +95,36 @@ def load_questions(path: str | os.PathLike[str], limit: int | None = None) -> li
 
 def _parse(fields: Any, default_id: str) -> Question:
     match fields:
-        case {"question": asked} | {"prompt": asked} | {"messages": asked}:
-            messages = _messages(asked)
+        case {"prompt": asked, "solutions": [_, *_] as solutions}:
+            pass
+        case {"question": asked, "answer": str() | int() | float() as answer}:
+            _, mark, final = str(answer).rpartition("####")
+            if not mark and len(final.split()) > 1:
+                raise ValueError(f"answer has no final answer after '####', got {answer!r:.80}")
+            solutions = [final.strip()]
         case _:
-            raise ValueError(f"expected 'question', 'prompt' or 'messages', got {fields!r:.120}")
-    match fields:
-        case {"solutions": [_, *_] as texts}:
-            solutions = tuple(_text(text) for text in texts)
-        case {"answer": int() | float() as number} if not isinstance(number, bool):
-            solutions = (str(number),)
-        case {"answer": str(text)}:
-            solutions = (_final_answer(text),)
-        case _:
-            raise ValueError(f"expected 'answer', or 'solutions', a list, got {fields!r:.120}")
-    id, task_id = fields.get("query_id", fields.get("id", default_id)), fields.get("task_id")
-    if type(id) not in (str, int) or (task_id is not None and type(task_id) is not int):
-        raise ValueError(f"id must be a name and task_id an integer, got {id!r} and {task_id!r}")
-    return Question(_text(str(id)), messages, solutions, task_id)
-
-
-def _messages(asked: Any) -> tuple[Message, ...]:
-    if isinstance(asked, str):
-        return _asked_by_user(_text(asked))
-    if not isinstance(asked, list) or not all(isinstance(message, dict) for message in asked):
-        raise ValueError(f"expected a text or a list of messages, got {asked!r:.120}")
-    messages = tuple(
-        {key: _text(message.get(key)) for key in ("role", "content")} for message in asked
-    )
+            raise ValueError(
+                "expected 'prompt' and 'solutions', a list, or 'question' and 'answer', "
+                f"got {fields!r:.120}"
+            )
+    chat = _asked_by_user(asked) if isinstance(asked, str) else asked
+    try:
+        messages = tuple({key: one[key] for key in ("role", "content")} for one in chat)
+    except (TypeError, KeyError):
+        raise ValueError(f"expected a text or a list of messages, got {asked!r:.120}") from None
+    texts = [*solutions, *(text for message in messages for text in message.values())]
+    if not all(isinstance(text, str) and text.strip() for text in texts):
+        raise ValueError(f"expected strings that are not empty, got {fields!r:.120}")
     if not messages or messages[-1]["role"] == "assistant":
         raise ValueError(f"expected messages that end with a question, got {asked!r:.120}")
-    return messages
+    id, task_id = fields.get("id", default_id), fields.get("task_id")
+    if type(id) not in (str, int) or (task_id is not None and type(task_id) is not int):
+        raise ValueError(f"id must be a name and task_id an integer, got {id!r} and {task_id!r}")
+    return Question(str(id), messages, tuple(solutions), task_id)
 
 
 def _asked_by_user(text: str) -> tuple[Message, ...]:
     return ({"role": "user", "content": text},)
-
-
-def _final_answer(text: str) -> str:
-    _, mark, final = text.rpartition("####")
-    if not mark and len(text.split()) > 1:
-        raise ValueError(
-            "answer has several words and no final answer after '####'; a whole text goes into "
-            f"solutions, a list of strings; got {text!r:.80}"
-        )
-    return _text(final.strip())
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"expected a string that is not empty, got {value!r:.80}")
-    return value
 
 
 def arithmetic_questions(size: int, seed: int) -> list[Question]:

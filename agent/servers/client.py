@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import math
 import ssl
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from trajpack.packing.text import one_line
 
 _RETRYABLE = frozenset((408, 425, 429, 500, 502, 503, 504))
 _MAX_ERROR_BYTES = 4096
+_CONNECT_S = 5.0
 _KEEP_ALIVE_S = 4.0
 """Idle seconds after which a connection is closed; many servers do so after 5."""
 
@@ -22,10 +24,10 @@ _KEEP_ALIVE_S = 4.0
 class ExchangeError(Exception):
     """A failed exchange; its text begins with the server's host and port."""
 
-    is_innocent = False
-    """Whether the failure says nothing about the server."""
-    is_absence = False
-    """Whether the server does not have the endpoint, or does not open it."""
+    def __init__(self, reason: str, *, status: int = 0) -> None:
+        super().__init__(reason)
+        self.is_innocent = status in (400, 413, 414, 422)  # the request is to blame
+        self.is_absence = status in (403, 404, 405, 501)  # of the endpoint
 
 
 class RetryableError(ExchangeError):
@@ -36,23 +38,12 @@ class ConnectionLostError(RetryableError):
     """The connection failed before the whole response was received."""
 
 
-class OutdatedError(RetryableError):
-    """A server's weights are older than those of the completion's first tokens."""
-
-    is_innocent = True
-
-
 class MalformedError(ExchangeError):
     """An invalid response. Not retried."""
 
 
 class RefusedError(ExchangeError):
     """A refusal by the server. Not retried."""
-
-    def __init__(self, reason: str, *, status: int) -> None:
-        super().__init__(reason)
-        self.is_innocent = status in (400, 413, 414, 422)
-        self.is_absence = status in (403, 404, 405, 501)
 
 
 class HTTPRequest(NamedTuple):
@@ -63,19 +54,31 @@ class HTTPRequest(NamedTuple):
     method: str = "POST"
 
 
-@dataclass(frozen=True)
-class Address:
-    """Address of a server, with its credentials kept apart."""
+@dataclass(eq=False)
+class Server:
+    """Address and state of one server."""
 
     url: str
     """Scheme, host, port and path, without a slash at the end."""
     name: str
     """Host and port, as messages name the server."""
-    authorization: str | None = field(default=None, repr=False)
+    authorization: str | None = field(repr=False)
     """Header for the user and password of the address, if it has any."""
+    slots: asyncio.Semaphore
+    """Held by requests for samples; administrative requests need none."""
+    num_in_flight: int = 0
+    num_failures: int = 0  # consecutive ones
+    is_healthy: bool = False
+    is_behind: bool = False
+    """Whether its weights are not the engine's; cleared by the next weight update."""
+    told_version: int | None = None
+    """Version that it last acknowledged; None if it has no such endpoint."""
+    has_fallen_back: bool = False  # it lacks the first of two endpoints for samples
+    model: str | None = None
+    error: str = "no answer yet"  # why it is not healthy
 
     @classmethod
-    def parse(cls, url: str) -> Address:
+    def parse(cls, url: str, max_connections: int) -> Server:
         """Parse an address; no error repeats it, since it may hold a password."""
         wanted = "a server's address begins with http:// or https://"
         if "://" not in url:
@@ -91,15 +94,12 @@ class Address:
         if parts.username is not None:
             pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
             authorization = "Basic " + base64.b64encode(pair.encode()).decode()
-        return cls(parts._replace(netloc=name).geturl(), name, authorization)
+        slots = asyncio.Semaphore(max_connections)
+        return cls(parts._replace(netloc=name).geturl(), name, authorization, slots)
 
 
 class Client:
-    """Sends requests to servers, within an event loop.
-
-    Redirects, cookies, compression and proxies of the environment are not used. Bodies are capped
-    while they are read.
-    """
+    """Sends requests to servers, without redirects, cookies, compression and proxies."""
 
     def __init__(self, options: ServerOptions) -> None:
         import aiohttp
@@ -107,7 +107,6 @@ class Client:
         self._headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
         if options.token:
             self._headers["Authorization"] = f"Bearer {options.token}"
-        connect_s = options.time_limits.connect_s
         verification: ssl.SSLContext | bool = True
         if options.ca_file:
             try:
@@ -115,22 +114,20 @@ class Client:
             except OSError as error:  # its message does not name the file
                 reason = f"no certificates in ca_file {options.ca_file!r}: {error}"
                 raise SetupError(reason) from None
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=_CONNECT_S, ceil_threshold=math.inf
+        )
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
-                limit=0,
-                keepalive_timeout=_KEEP_ALIVE_S,
-                ssl=verification,
+                limit=0, keepalive_timeout=_KEEP_ALIVE_S, ssl=verification
             ),
             cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_s, ceil_threshold=1e9),
+            timeout=timeout,
         )
-
-    async def close(self) -> None:
-        """Close all connections."""
-        await self._session.close()
+        self.close = self._session.close
 
     async def send(
-        self, server: Address, request: HTTPRequest, *, max_bytes: int, timeout_s: float
+        self, server: Server, request: HTTPRequest, *, max_bytes: int, timeout_s: float
     ) -> bytes:
         """Send ``request`` and return the body of the response."""
         import aiohttp

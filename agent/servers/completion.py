@@ -8,13 +8,11 @@ from typing import Any
 import numpy as np
 
 from trajpack.agent.protocols import GenerationOutput, SamplingParams
-from trajpack.agent.servers.client import OutdatedError
-from trajpack.agent.servers.control import is_number
-from trajpack.agent.servers.engine_response import EngineResponse, WeightVersions
-from trajpack.packing.conversion import INT32_MAX, merge_spans
+from trajpack.agent.servers.client import RetryableError
+from trajpack.agent.servers.engine_response import EngineResponse
+from trajpack.packing.conversion import as_version_runs, merge_spans
 from trajpack.packing.ragged import concatenated
 from trajpack.packing.rows.reading import routes_of_all
-from trajpack.packing.types import VersionSpan
 
 
 @dataclass
@@ -33,7 +31,7 @@ class Completion:
     """Of the last request; ``"abort"`` asks for another one."""
     server: str = "no server"
     """Host and port of the server that was asked last."""
-    _spans: list[VersionSpan] = field(default_factory=list)
+    _spans: list[tuple[int, int, int]] = field(default_factory=list)
     _responses: list[EngineResponse] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -68,27 +66,27 @@ class Completion:
             raise ValueError(f"no token was sampled, but the finish reason is {reason!r}")
         if response.prompt_ids is not None and response.prompt_ids.tolist() != self.token_ids:
             raise ValueError("the server saw another prompt than was sent")
-        self._check_fields(response)
-        spans = _policy_versions(response.weight_versions, num_new, declared)
-        last = self._spans[-1].version if self._spans else 0
-        if spans and spans[0].version < last:
-            raise OutdatedError(f"{self.server}: version {spans[0].version} after version {last}")
-        done = self.num_tokens
-        self._spans += [VersionSpan(one.version, done + one.start, done + one.end) for one in spans]
-        self.finish_reason = reason
-        if num_new:
-            self.token_ids.extend(response.output_ids.tolist())
-            self._responses.append(response)
-
-    def _check_fields(self, response: EngineResponse) -> None:
-        routes, num_new = response.routed_experts, len(response.output_ids)
-        num_run = len(self.token_ids) + num_new - 1
+        routes, num_run = response.routed_experts, len(self.token_ids) + num_new - 1
         if routes is not None and len(routes) != num_run:
             expected = f"routed_experts of {num_run} tokens, all but the last"
             raise ValueError(f"expected {expected}, got {len(routes)}")
         has_mask = response.sampling_mask is not None
         if num_new and self._responses and has_mask != bool(self._responses[0].sampling_mask):
             raise ValueError("only some of the tokens have a sampling mask")
+        if num_new:
+            named = response.weight_versions
+            spans = [
+                (int(name[:18]) if is_number(name) else declared, start, end)
+                for name, start, end in ((("", 0, num_new),) if named is None else named)
+            ]
+            runs, first, _ = as_version_runs("weight_versions: ", spans, 0, 0, num_new)
+            if self._spans and first < (last := self._spans[-1][0]):
+                raise RetryableError(f"{self.server}: version {first} after version {last}")
+            done = self.num_tokens
+            self._spans += [(version, done + start, done + end) for version, start, end in runs]
+            self.token_ids.extend(response.output_ids.tolist())
+            self._responses.append(response)
+        self.finish_reason = reason
 
     def to_output(self, *, marks_missing: bool) -> GenerationOutput:
         """Return the reply; with ``marks_missing``, it says which log-probabilities are missing."""
@@ -117,21 +115,6 @@ class Completion:
         )
 
 
-def _policy_versions(
-    named: WeightVersions | None, num_tokens: int, declared: int
-) -> list[VersionSpan]:
-    """Return the policy versions of sampled tokens; a name without a number is the declared one."""
-    spans: list[VersionSpan] = []
-    covered = last = 0
-    for name, start, end in (("", 0, num_tokens),) if named is None else named:
-        version = int(name[:20]) if is_number(name) else declared
-        if start != covered or end < start or not last <= version <= INT32_MAX:
-            told = f"{name[:40]!r} of tokens {start} to {end}"
-            raise ValueError(f"weight_versions: {told} after version {last} up to {covered}")
-        covered = end
-        if start < end:
-            spans.append(VersionSpan(version, start, end))
-            last = version
-    if covered != num_tokens:
-        raise ValueError(f"weight_versions cover {covered} of {num_tokens} tokens")
-    return spans
+def is_number(name: str) -> bool:
+    """Return whether the name of a version is a decimal number: a policy version."""
+    return name.isascii() and name.isdecimal()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -14,12 +13,12 @@ from typing import Any, ClassVar, Self
 from trajpack.agent.engines.serving import End, ServedEngine
 from trajpack.agent.errors import SetupError
 from trajpack.agent.servers.client import (
-    Address,
     Client,
     ConnectionLostError,
     ExchangeError,
     HTTPRequest,
     RetryableError,
+    Server,
 )
 from trajpack.agent.servers.options import DEFAULT_OPTIONS, ServerOptions
 from trajpack.packing.conversion import INT32_MAX
@@ -28,6 +27,8 @@ from trajpack.packing.text import one_line
 
 _logger = logging.getLogger(__name__)
 _MAX_BYTES = 2**20
+_MAX_FAILURES = 3
+"""Consecutive failures, other than of a connection, that take a server out of rotation."""
 _HEALTH_S = 10.0
 MAX_EPISODES = 2**16
 """Episodes that are remembered: those that asked last."""
@@ -35,10 +36,6 @@ MAX_EPISODES = 2**16
 
 class WeightUpdateError(RuntimeError):
     """Servers did not take new weights, a version, a pause or a resume; the message names them."""
-
-
-class OutageError(ExchangeError):
-    """No server was healthy within the time limit."""
 
 
 @dataclass(frozen=True)
@@ -53,40 +50,6 @@ class Orders:
     resume: HTTPRequest
 
 
-@dataclass(eq=False)
-class Server:
-    """State of one server."""
-
-    address: Address
-    slots: asyncio.Semaphore
-    """Held by requests for samples; administrative requests need none."""
-    num_in_flight: int = 0
-    num_failures: int = 0  # consecutive ones
-    last_request: int = 0  # its number among the requests of all servers
-    is_healthy: bool = False
-    is_behind: bool = False
-    """Whether its weights are not the engine's; cleared by the next weight update."""
-    told_version: int | None = None
-    """Version that it last acknowledged; None if it has no such endpoint."""
-    has_fallen_back: bool = False  # it lacks the first of two endpoints for samples
-    model: str | None = None
-    error: str = "no answer yet"  # why it is not healthy
-
-    @property
-    def name(self) -> str:
-        """Host and port."""
-        return self.address.name
-
-    def check_version(self, told: int | None, name: object) -> None:
-        """Raise if a server that acknowledged a version names an older one: it was restarted."""
-        if told is None or told != self.told_version or not isinstance(name, str):
-            return
-        if not (is_number(name) and int(name[:20]) >= told):
-            self.is_behind = True
-            said = f"{self.name}: told of version {told}, it says {one_line(name)!r}"
-            raise ConnectionLostError(f"{said}: it seems to have been restarted; an update helps")
-
-
 @dataclass
 class Episode:
     """What is remembered of an episode."""
@@ -97,21 +60,7 @@ class Episode:
 
 
 class ServerFleet(ServedEngine):
-    """Servers that one engine uses: chooses them for requests, and administers them.
-
-    A request goes to the server of its episode, which has the prefix in its cache, else to the
-    healthy one with the fewest requests in flight. A failing server leaves the rotation, is probed,
-    and returns once it is healthy.
-
-    Args:
-        urls: Addresses of the servers. A user and a password in one are sent as such, and shown
-            nowhere.
-        options: Limits, retries, the token.
-        version: Policy version of the servers' weights.
-
-    Raises:
-        ValueError: If there is no address, or one is not the address of a server.
-    """
+    """Servers that one engine uses: chooses them for requests, and administers them."""
 
     _orders: ClassVar[Orders]
 
@@ -127,26 +76,23 @@ class ServerFleet(ServedEngine):
         if not given:
             raise ValueError("urls: expected the address of one server at least, got none")
         require("aiohttp", "msgspec", "stamina")
-        addresses = [Address.parse(url) for url in given]
-        if len({address.url for address in addresses}) < len(given):
+        self._servers = [Server.parse(url, options.max_connections) for url in given]
+        if len({server.url for server in self._servers}) < len(given):
             raise ValueError("urls: one server is named twice")
         if not 0 <= version <= INT32_MAX:
             raise ValueError(f"version must be in [0, {INT32_MAX}], got {version}")
-        slots = options.max_connections
-        self._servers = [Server(address, asyncio.Semaphore(slots)) for address in addresses]
         self._client: Client | None = None
         self._options = options
         self._version = version
         self._episodes: dict[str, Episode] = {}
-        self._numbers = itertools.count()
         self._has_paused = False
         self._gate = asyncio.Event()  # set while requests for samples may be sent
         self._gate.set()
-        self._healthy = asyncio.Event()  # set while a server is healthy
+        self._healthy = asyncio.Event()  # set when a server has become healthy
         self._updating = asyncio.Lock()
         self._watching: asyncio.Task[None] | None = None
         self._deadlines: set[asyncio.Timeout] = set()  # of requests in flight
-        self._is_idle = asyncio.Event()
+        self._ended = asyncio.Event()  # set when one of them has ended
 
     @property
     def version(self) -> int:
@@ -203,8 +149,7 @@ class ServerFleet(ServedEngine):
         self._check_running("pause")
         self._gate.clear()
         self._has_paused = True
-        servers = [server for server in self._servers if server.is_healthy]
-        if failed := await self._order(servers, self._orders.pause(interrupt)):
+        if failed := await self._order(self._in_rotation(), self._orders.pause(interrupt)):
             with contextlib.suppress(WeightUpdateError):
                 await self.resume()
             raise WeightUpdateError(f"no pause: {_join(failed)}")
@@ -217,9 +162,8 @@ class ServerFleet(ServedEngine):
             RuntimeError: If the engine is not running.
         """
         self._check_running("resume")
-        servers = [server for server in self._servers if server.is_healthy]
         try:
-            failed = await self._order(servers, self._orders.resume)
+            failed = await self._order(self._in_rotation(), self._orders.resume)
         finally:
             self._gate.set()
         for server, error in failed.items():
@@ -237,9 +181,13 @@ class ServerFleet(ServedEngine):
             raise RuntimeError(f"a {type(self).__name__} can be entered once")
         self._client = Client(self._options)
         try:
-            await self._start()
-        except BaseException:
+            await asyncio.gather(*map(self._greet, self._servers))
+            self._watching = asyncio.create_task(self._watch())
+            await self._wait_for_health(self._options.time_limits.start_s)
+        except BaseException as error:
             await self.__aexit__()
+            if isinstance(error, ExchangeError):
+                raise SetupError(str(error)) from None
             raise
         self._begin_serving()
         return self
@@ -253,38 +201,26 @@ class ServerFleet(ServedEngine):
             self._watching.cancel()
         try:
             while self._deadlines:
-                self._is_idle.clear()
-                await self._is_idle.wait()
+                self._ended.clear()
+                await self._ended.wait()
         finally:
             if self._client is not None:
                 await self._client.close()
 
-    async def _start(self) -> None:
-        """Greet every server, and wait until one is healthy."""
-        limit_s = self._options.time_limits.start_s
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
-                await asyncio.gather(*map(self._greet, self._servers))
-        self._watching = asyncio.create_task(self._watch())
-        try:
-            await self._healthy_servers(limit_s)
-        except OutageError as error:
-            raise SetupError(str(error)) from None
-
     @contextlib.asynccontextmanager
     async def _lease(self, episode: Episode, avoided: Server | None) -> AsyncIterator[Server]:
-        """Wait for a healthy server with a free slot, outside of pauses, and hold the slot."""
+        """Wait for a healthy server with a free slot, outside of pauses, and hold the slot.
+
+        It is the episode's, which has the prefix in its cache, or the one with the least load.
+        """
         while True:
             await self._gate.wait()
             server = episode.server
             if server is None or not server.is_healthy:
-                healthy = await self._healthy_servers(self._options.time_limits.outage_s)
-                order = {
-                    one: (one is avoided, one.num_in_flight, one.last_request) for one in healthy
-                }
-                server = episode.server = min(healthy, key=order.__getitem__)
+                healthy = await self._wait_for_health(self._options.time_limits.outage_s)
+                server = min(healthy, key=lambda one: (one is avoided, one.num_in_flight))
+                episode.server = server
             server.num_in_flight += 1
-            server.last_request = next(self._numbers)
             try:
                 async with server.slots:
                     # a pause may have begun, or the server have failed, during the wait
@@ -298,8 +234,7 @@ class ServerFleet(ServedEngine):
         """Count a failure; take the server out of rotation after a lost connection or several."""
         if server.is_healthy:  # the end of a server fails all of its requests, and counts once
             server.num_failures += 1
-            too_many = server.num_failures >= self._options.retries.max_failures
-            if too_many or isinstance(error, ConnectionLostError):
+            if server.num_failures >= _MAX_FAILURES or isinstance(error, ConnectionLostError):
                 self._rest(server, error)
 
     def _rest(self, server: Server, error: ExchangeError) -> None:
@@ -308,45 +243,47 @@ class ServerFleet(ServedEngine):
         if server.is_healthy:
             server.is_healthy = False
             _logger.warning("out of rotation: %s", one_line(error))
-        if not any(server.is_healthy for server in self._servers):
-            self._healthy.clear()
 
     async def _order(
         self, servers: Sequence[Server], request: HTTPRequest
     ) -> dict[Server, ExchangeError]:
         """Send a request to servers at once, and return the failures."""
-        control_s = self._options.time_limits.control_s
-        sent = (self._send(server, request, control_s) for server in servers)
-        outcomes = await asyncio.gather(*sent, return_exceptions=True)
+        request_s = self._options.time_limits.request_s
         failed: dict[Server, ExchangeError] = {}
-        for server, outcome in zip(servers, outcomes, strict=True):
-            if isinstance(outcome, ExchangeError):
-                failed[server] = outcome
-            elif isinstance(outcome, BaseException):
-                raise outcome
-            elif _part(outcome, "success") is False:
-                said = one_line(outcome.decode(errors="replace"))
-                failed[server] = ExchangeError(f"{server.name}: it said {said}")
+
+        async def order(server: Server) -> None:
+            try:
+                answer = await self._send(server, request, request_s)
+            except ExchangeError as error:
+                failed[server] = error
+            else:
+                if _part(answer, "success") is False:
+                    said = one_line(answer.decode(errors="replace"))
+                    failed[server] = ExchangeError(f"{server.name}: it said {said}")
+
+        await asyncio.gather(*map(order, servers))
         return failed
 
     async def _send(
         self, server: Server, request: HTTPRequest, timeout_s: float, max_bytes: int = _MAX_BYTES
     ) -> bytes:
         assert self._client is not None
-        return await self._client.send(
-            server.address, request, max_bytes=max_bytes, timeout_s=timeout_s
-        )
+        return await self._client.send(server, request, max_bytes=max_bytes, timeout_s=timeout_s)
 
-    async def _healthy_servers(self, limit_s: float) -> list[Server]:
+    def _in_rotation(self) -> list[Server]:
+        return [server for server in self._servers if server.is_healthy]
+
+    async def _wait_for_health(self, limit_s: float) -> list[Server]:
         """Wait until servers are healthy, and return them."""
         try:
             async with asyncio.timeout(limit_s):
-                while not (healthy := [server for server in self._servers if server.is_healthy]):
+                while not (healthy := self._in_rotation()):
+                    self._healthy.clear()
                     await self._healthy.wait()
                 return healthy
         except TimeoutError:
             errors = "; ".join(server.error for server in self._servers)
-            raise OutageError(f"no server is healthy after {limit_s:g} s: {errors}") from None
+            raise ExchangeError(f"no server is healthy after {limit_s:g} s: {errors}") from None
 
     async def _watch(self) -> None:
         """Greet the servers that are out of rotation, again and again."""
@@ -361,10 +298,11 @@ class ServerFleet(ServedEngine):
             await self._ask(server, HTTPRequest("/health", method="GET"))
             if (told := server.told_version) is not None:
                 answer = await self._ask(server, self._orders.get_version)
-                server.check_version(told, _part(answer, "weight_version"))
+                name = _part(answer, "weight_version")
+                if told == server.told_version and name not in (None, str(told)):
+                    server.is_behind = True  # it was started anew
             models = await self._ask(server, HTTPRequest("/v1/models", method="GET"))
-            model = _part(models, "data", 0, "id")
-            server.model = model if isinstance(model, str) else None
+            server.model = _part(models, "data", 0, "id")
             if self._has_paused and self._gate.is_set():
                 await self._ask(server, self._orders.resume)
             if server.is_behind:
@@ -386,11 +324,6 @@ class ServerFleet(ServedEngine):
             if error.is_absence:
                 return b""
             raise
-
-
-def is_number(name: str) -> bool:
-    """Return whether the name of a version is a decimal number: a policy version."""
-    return name.isascii() and name.isdecimal()
 
 
 def _part(body: bytes, *path: str | int) -> Any:

@@ -19,14 +19,16 @@ from trajpack.agent.errors import (
 from trajpack.agent.protocols import GenerationOutput, GenerationRequest, SamplingParams
 from trajpack.agent.seeding import derive_seed
 from trajpack.agent.servers.client import (
+    ConnectionLostError,
     ExchangeError,
     HTTPRequest,
     MalformedError,
     RefusedError,
     RetryableError,
+    Server,
 )
-from trajpack.agent.servers.completion import Completion
-from trajpack.agent.servers.control import MAX_EPISODES, Episode, Server, ServerFleet, is_number
+from trajpack.agent.servers.completion import Completion, is_number
+from trajpack.agent.servers.control import MAX_EPISODES, Episode, ServerFleet
 from trajpack.agent.servers.engine_response import EngineResponse, ResponseLimits
 from trajpack.agent.servers.options import LogprobSemantics
 from trajpack.packing.conversion import INT32_MAX
@@ -35,6 +37,7 @@ from trajpack.packing.text import one_line
 _logger = logging.getLogger(__name__)
 _THREAD_BYTES = 128 * 1024
 """Size from which a body is parsed in a thread, so that the event loop serves others meanwhile."""
+_MAX_WAIT_S = 10.0
 _MAX_REASON = 700
 """Characters of an error's text."""
 
@@ -93,14 +96,12 @@ class ServerEngine(ServerFleet):
         self._deadlines.add(deadline)
         try:
             async with deadline:
-                wait_s = 0.0
                 while not completion.is_complete:
-                    await asyncio.sleep(wait_s)
                     num_before = completion.num_tokens
                     await self._extend(completion, episode)
-                    # interrupted at once: the servers may be about to change their weights
-                    wait_s = min(2 * wait_s or retries.wait_initial_s, retries.wait_max_s)
-                    wait_s = 0.0 if completion.num_tokens > num_before else wait_s
+                    if completion.num_tokens == num_before:
+                        # interrupted at once: the servers may be about to change their weights
+                        await asyncio.sleep(retries.wait_initial_s)
         except TimeoutError:
             if self._end is not None:
                 raise self._end.as_error(qid) from None
@@ -112,8 +113,7 @@ class ServerEngine(ServerFleet):
             raise kind(qid, one_line(error, _MAX_REASON)) from None
         finally:
             self._deadlines.discard(deadline)
-            if not self._deadlines:
-                self._is_idle.set()
+            self._ended.set()
         return completion.to_output(marks_missing=self._options.missing_logprobs == "mark")
 
     def _read_request(self, request: GenerationRequest, episode: Episode) -> Completion:
@@ -157,7 +157,7 @@ class ServerEngine(ServerFleet):
             attempts=retries.max_attempts,
             timeout=None,
             wait_initial=retries.wait_initial_s,
-            wait_max=retries.wait_max_s,
+            wait_max=_MAX_WAIT_S,
             wait_jitter=retries.wait_initial_s,
         )
         avoided: Server | None = None
@@ -186,32 +186,33 @@ class ServerEngine(ServerFleet):
             routed_experts=options.routed_experts,
             stop=params.stop,
         )
-        seed = None
-        if options.seed is not None:
-            # a resumed request must not draw the same random numbers again
-            resumed = (completion.num_tokens,) if completion.num_tokens else ()
-            seed = derive_seed(options.seed, completion.qid, completion.number, *resumed)
+        # a resumed request must not draw the same random numbers again
+        resumed = (completion.num_tokens,) if completion.num_tokens else ()
+        seed = options.seed
+        if seed is not None:
+            seed = derive_seed(seed, completion.qid, completion.number, *resumed)
         declared, acknowledged = self._version, server.told_version
-        body = None
-        while body is None:
-            has_fallen_back = server.has_fallen_back  # other requests may make it fall back, too
-            try:
-                request = self._write(server, completion.token_ids, params, seed)
-                request_s = options.time_limits.request_s
-                body = await self._send(server, request, request_s, options.max_response_bytes)
-            except RefusedError as error:
-                if has_fallen_back or not (self._can_fall_back and error.is_absence):
-                    raise
-                server.has_fallen_back = True
+        had_fallen_back = server.has_fallen_back
+        request = self._write(server, completion.token_ids, params, seed)
+        try:
+            request_s = options.time_limits.request_s
+            body = await self._send(server, request, request_s, options.max_response_bytes)
+        except RefusedError as error:
+            if had_fallen_back or not (self._can_fall_back and error.is_absence):
+                raise
+            server.has_fallen_back = True
+            return await self._sample(server, completion)
         read = partial(self._read, body, limits, missing_logprobs=options.missing_logprobs)
         try:
             if len(body) < _THREAD_BYTES:
                 response = read()
             else:
                 response = await asyncio.get_running_loop().run_in_executor(None, read)
-            for name, start, end in response.weight_versions or ():
-                if start < end and not is_number(name):
-                    server.check_version(acknowledged, name)
+            names = [name for name, start, end in response.weight_versions or () if start < end]
+            if acknowledged is not None and not all(map(is_number, names)):
+                server.is_behind = True
+                told = f"{server.name}: told of version {acknowledged}, it names another"
+                raise ConnectionLostError(f"{told}: it seems to have been restarted")
             completion.append(response, declared)
         except ValueError as error:
             raise MalformedError(f"{server.name}: this is no answer: {error}") from None

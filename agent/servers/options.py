@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from numbers import Integral, Real
+from numbers import Real
 from typing import Literal, TypeAlias
+
+from trajpack.packing.conversion import as_integer
 
 LogprobSemantics: TypeAlias = Literal["raw", "processed"]
 """Log-probabilities before temperature and filters, or after."""
@@ -13,14 +15,14 @@ MissingLogprobs: TypeAlias = Literal["zero", "mark", "refuse"]
 
 
 def _require_positive(owner: object, *names: str) -> None:
-    """Raise unless these attributes are numbers above 0, and those named as counts integers."""
+    """Raise unless these attributes are numbers above 0, and counts among them integers."""
     for name in names:
         value = getattr(owner, name)
-        is_count = name.startswith("max_") or name.endswith("_size")
-        if isinstance(value, bool) or not isinstance(value, Integral if is_count else Real):
-            wanted = "an integer" if is_count else "a number"
-            raise TypeError(f"{name} must be {wanted}, got {type(value).__name__}")
-        if not float(value) > 0:
+        if name.startswith("max_") or name.endswith("_size"):
+            as_integer(name, value)
+        elif not isinstance(value, Real):
+            raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+        if not value > 0:
             raise ValueError(f"{name} must be above 0, got {value}")
 
 
@@ -29,20 +31,16 @@ class TimeLimits:
     """Time limits in seconds, each above 0.
 
     Attributes:
-        connect_s: For opening a connection.
-        request_s: For one request, from its start to the last byte of the response.
+        request_s: For one request, a weight update or a pause, to the last byte of the response.
         generation_s: For one completion: all of its requests and the pauses between them.
         outage_s: For a healthy server, while there is none: long enough to restart one.
         start_s: For the first healthy server, when the engine is entered.
-        control_s: For an administrative request: a weight update, a pause.
     """
 
-    connect_s: float = 5.0
     request_s: float = 600.0
     generation_s: float = 1800.0
     outage_s: float = 120.0
     start_s: float = 30.0
-    control_s: float = 600.0
 
     def __post_init__(self) -> None:
         _require_positive(self, *vars(self))
@@ -54,18 +52,14 @@ class RetryLimits:
 
     Attributes:
         max_attempts: Requests for one response, the first included.
-        wait_initial_s: Pause before the second attempt; doubles with each attempt, with jitter.
-        wait_max_s: Longest pause without jitter.
-        rest_s: Pause before a server that is out of rotation is asked for its health.
-        max_failures: Consecutive failures, other than of a connection, that take a server out of
-            rotation.
+        wait_initial_s: Pause in seconds before the second attempt; doubles with each attempt, with
+            jitter, up to 10.
+        rest_s: Pause in seconds before a server out of rotation is asked for its health.
     """
 
     max_attempts: int = 6
     wait_initial_s: float = 0.2
-    wait_max_s: float = 10.0
     rest_s: float = 1.0
-    max_failures: int = 3
 
     def __post_init__(self) -> None:
         _require_positive(self, *vars(self))
@@ -115,22 +109,21 @@ class ServerOptions:
     routed_experts: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        _require_positive(self, "max_connections", "max_response_bytes")
-        for name in ("vocab_size", "max_request_tokens"):
-            if getattr(self, name) is not None:
-                _require_positive(self, name)
-        words = {
-            "logprobs": ("raw", "processed", None),
-            "missing_logprobs": ("zero", "mark", "refuse"),
-        }
-        for name, known in words.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
+        given = [
+            name for name in ("vocab_size", "max_request_tokens") if vars(self)[name] is not None
+        ]
+        _require_positive(self, "max_connections", "max_response_bytes", *given)
+        if self.logprobs not in ("raw", "processed", None):
+            raise ValueError(f"logprobs must be 'raw' or 'processed', got {self.logprobs!r}")
+        if self.missing_logprobs not in (known := ("zero", "mark", "refuse")):
+            raise ValueError(
+                f"missing_logprobs must be one of {known}, got {self.missing_logprobs!r}"
+            )
         routes = self.routed_experts
         if routes is not None and [type(size) is int and size > 0 for size in routes] != [True] * 2:
             raise ValueError(f"routed_experts must be (layers, experts of a token), got {routes!r}")
-        if not isinstance(self.seed, Integral | None):
-            raise TypeError(f"seed must be an integer, got {type(self.seed).__name__}")
+        if self.seed is not None:
+            as_integer("seed", self.seed)
         if self.token is not None and not (self.token.isascii() and self.token.isprintable()):
             raise ValueError("token must be printable ASCII")
 

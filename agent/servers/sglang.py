@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from trajpack.agent.protocols import SamplingParams
-from trajpack.agent.servers.client import HTTPRequest
-from trajpack.agent.servers.control import Orders, Server
+from trajpack.agent.servers.client import HTTPRequest, Server
+from trajpack.agent.servers.control import Orders
 from trajpack.agent.servers.engine import ServerEngine
 from trajpack.agent.servers.engine_response import read_sglang_response
 

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from trajpack.agent.protocols import SamplingParams
-from trajpack.agent.servers.client import HTTPRequest
-from trajpack.agent.servers.control import Orders, Server
+from trajpack.agent.servers.client import HTTPRequest, Server
+from trajpack.agent.servers.control import Orders
 from trajpack.agent.servers.engine import ServerEngine
 from trajpack.agent.servers.engine_response import read_vllm_response
-from trajpack.agent.servers.options import DEFAULT_OPTIONS, ServerOptions
-
-VLLMEndpoint: TypeAlias = Literal["generate", "completions"]
 
 
 class VLLMEngine(ServerEngine):
     """Generates with vLLM servers, token ids in and out.
 
     Uses ``/inference/v1/generate`` (servers started with ``--enable-scale-out``), which reports the
-    version of the weights of each token, and ``/v1/completions`` on servers without it. The
-    endpoint is detected once for each server, unless it is declared.
+    version of the weights of each token, and ``/v1/completions`` on servers without it.
 
     Log-probabilities are those before temperature, top-k and top-p, unless the server was started
     with ``--logprobs-mode processed_logprobs``; declare that with
@@ -31,7 +26,6 @@ class VLLMEngine(ServerEngine):
     Args:
         urls: Addresses of the servers.
         options: Limits, retries, the token.
-        endpoint: ``"generate"`` or ``"completions"``; ``None`` detects it.
         version: Policy version of the servers' weights.
 
     Raises:
@@ -46,6 +40,7 @@ class VLLMEngine(ServerEngine):
     _read = staticmethod(read_vllm_response)
     _default_logprobs = "raw"
     _filters_are_processed = True
+    _can_fall_back = True
     _orders = Orders(
         set_version=lambda version: HTTPRequest(
             "/update_weight_version", {"new_version": str(version)}
@@ -54,22 +49,6 @@ class VLLMEngine(ServerEngine):
         pause=lambda interrupt: HTTPRequest(f"/pause?mode={'abort' if interrupt else 'keep'}"),
         resume=HTTPRequest("/resume"),
     )
-
-    def __init__(
-        self,
-        urls: str | Sequence[str],
-        *,
-        options: ServerOptions = DEFAULT_OPTIONS,
-        endpoint: VLLMEndpoint | None = None,
-        version: int = 0,
-    ) -> None:
-        if endpoint not in ("generate", "completions", None):
-            raise ValueError(
-                f"endpoint must be 'generate', 'completions' or None, got {endpoint!r}"
-            )
-        super().__init__(urls, options=options, version=version)
-        self._endpoint = endpoint
-        self._can_fall_back = endpoint is None
 
     def _write(
         self, server: Server, token_ids: list[int], params: SamplingParams, seed: int | None
@@ -85,7 +64,7 @@ class VLLMEngine(ServerEngine):
             skip_special_tokens=False if params.stop else None,
         )
         payload: dict[str, Any] = {} if server.model is None else {"model": server.model}
-        if self._endpoint == "completions" or server.has_fallen_back:
+        if server.has_fallen_back:
             # as ids, or two tokens of the same text would count as one
             payload |= {"return_tokens_as_token_ids": True, "return_token_ids": True}
             return HTTPRequest("/v1/completions", payload | {"prompt": token_ids, **sampling})

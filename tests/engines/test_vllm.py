@@ -20,12 +20,19 @@ PROMPTS = [[5, 6, 7], list(range(40, 80)), [11] * 100, [3]]
 both_endpoints = pytest.mark.parametrize("endpoint", ["generate", "completions"])
 
 
+def engine_at(server: RunningServer, endpoint: str, **options: Any) -> VLLMEngine:
+    """Return an engine that has found out which endpoint the server has."""
+    engine = VLLMEngine(server.url, **options)
+    engine._servers[0].has_fallen_back = endpoint == "completions"
+    return engine
+
+
 @both_endpoints
 def test_logprobs_are_those_of_a_full_forward_pass(
     server: RunningServer, tiny: TinyModel, figure: Callable[[str], None], endpoint: Any
 ) -> None:
     async def collect() -> list[GenerationOutput]:
-        async with VLLMEngine(server.url, endpoint=endpoint) as engine:
+        async with engine_at(server, endpoint) as engine:
             return await episodes.sample_many(engine, PROMPTS * 4, SamplingParams(24))
 
     outputs = asyncio.run(collect())
@@ -46,7 +53,7 @@ def test_a_stop_token_ends_the_completion_and_belongs_to_it(
     stops = tuple(range(0, len(tiny.tokenizer), 4))
 
     async def collect() -> list[GenerationOutput]:
-        async with VLLMEngine(server.url, endpoint=endpoint) as engine:
+        async with engine_at(server, endpoint) as engine:
             return await episodes.sample_many(
                 engine, PROMPTS, SamplingParams(200, stop_token_ids=stops)
             )
@@ -65,7 +72,7 @@ def test_a_text_ends_the_completion_with_the_token_that_completes_it(
 ) -> None:
     async def collect() -> list[GenerationOutput]:
         options = ServerOptions(seed=3)
-        async with VLLMEngine(server.url, endpoint=endpoint, options=options) as engine:
+        async with engine_at(server, endpoint, options=options) as engine:
             sampling = SamplingParams(200, stop=("e", "t"))
             return await episodes.sample_many(engine, PROMPTS, sampling)
 
@@ -96,7 +103,7 @@ def test_what_raw_logprobs_do_not_fit_is_refused(server: RunningServer, tiny: Ti
 @both_endpoints
 def test_what_can_never_be_honoured_is_refused(server: RunningServer, endpoint: Any) -> None:
     async def collect(prompt: list[int]) -> Any:
-        async with VLLMEngine(server.url, endpoint=endpoint) as engine:
+        async with engine_at(server, endpoint) as engine:
             return await episodes.sample(engine, prompt, SamplingParams())
 
     for prompt, words in (([5, 21_999], "out of vocabulary"), ([5] * 600, "512")):
@@ -119,7 +126,7 @@ def test_a_cancelled_call_frees_the_server(
     server: RunningServer, figure: Callable[[str], None], endpoint: Any
 ) -> None:
     async def close() -> float:
-        async with VLLMEngine(server.url, endpoint=endpoint) as engine:
+        async with engine_at(server, endpoint) as engine:
             async with episodes.long_ones(engine, server, 12):
                 assert server.metric("vllm:num_requests_running") > 0
             # the engine goes on: it is the closed episodes that ended the work

@@ -70,7 +70,7 @@ def test_a_server_that_has_forgotten_its_version_is_found_out(server: RunningSer
             await engine._send(one, forget, 60)
             await engine._greet(one)
             assert one.is_behind
-            assert "told of version 10, it says 'default'" in one.error
+            assert "its weights are not the engine's" in one.error
             await engine.set_version(11)
             await engine._greet(one)
 

@@ -11,7 +11,6 @@ import pytest
 from tests.engines import server_episodes as episodes
 from tests.engines.server_episodes import NEAR
 from tests.engines.vllm_server import RunningServer, TinyModel
-from trajpack.agent.errors import RequestRefusedError
 from trajpack.agent.protocols import GenerationOutput, SamplingParams
 from trajpack.agent.servers.options import ServerOptions
 from trajpack.agent.servers.vllm import VLLMEngine
@@ -48,12 +47,3 @@ def test_processed_logprobs_are_those_of_the_endpoint_that_there_is(
         figure(f"processed, {name}: within {worst:.1e} of a full forward pass")
         assert worst < NEAR
         assert {output.version_start for output in outputs} == {4}  # none is reported here
-
-
-def test_the_missing_endpoint_is_missed_where_it_was_declared(server: RunningServer) -> None:
-    async def collect() -> Any:
-        async with VLLMEngine(server.url, endpoint="generate") as engine:
-            return await episodes.sample(engine, [5], SamplingParams())
-
-    with pytest.raises(RequestRefusedError, match="/inference/v1/generate"):
-        asyncio.run(collect())

@@ -17,8 +17,8 @@ from trajpack.agent.servers.options import RetryLimits, ServerOptions, TimeLimit
 
 _E = TypeVar("_E", bound=ServerEngine)
 EIGHT_TOKENS = SamplingParams(8)
-QUICK = RetryLimits(max_attempts=4, wait_initial_s=0.005, wait_max_s=0.05, rest_s=0.01)
-SHORT = TimeLimits(connect_s=2, request_s=5, generation_s=10, outage_s=2, start_s=5, control_s=5)
+QUICK = RetryLimits(max_attempts=4, wait_initial_s=0.005, rest_s=0.01)
+SHORT = TimeLimits(request_s=5, generation_s=10, outage_s=2, start_s=5)
 
 
 def options(**changes: Any) -> ServerOptions:

@@ -39,7 +39,7 @@ from trajpack.agent.servers.vllm import VLLMEngine
 NUM_EPISODES = 300
 NUM_TURNS = 2
 VOCABULARY_SIZE = 0x110000
-LIMITS = TimeLimits(connect_s=2, request_s=0.5, generation_s=10, outage_s=5, start_s=5)
+LIMITS = TimeLimits(request_s=0.5, generation_s=10, outage_s=5, start_s=5)
 RATES = {
     Fault.DELAY: 0.03,
     Fault.DROP: 0.01,

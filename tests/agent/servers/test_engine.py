@@ -14,7 +14,6 @@ import torch
 
 import trajpack
 from tests.agent.servers.loopback import (
-    NOTHING,
     Answer,
     Asked,
     Loopback,
@@ -122,24 +121,16 @@ async def test_vllm_falls_back_to_completions_once(status: int) -> None:
 
     async with serving(VLLMEngine, drawing(completions), options=options(seed=4)) as it:
         (server,), engine = it
-        await asyncio.gather(*(generate(engine, f"a@{number}") for number in range(2)))
+        await asyncio.gather(*(generate(engine, f"a@{k}") for k in range(3)))
         output = await generate(engine, "b@0", sampling=SamplingParams(5))
         assert output.output_ids.tolist() == [9]
-    paths = [*["/inference/v1/generate"] * 2, *["/v1/completions"] * 3]
-    assert sorted(asked.path for asked in server.draws) == paths
+    paths = sorted(asked.path for asked in server.draws)
+    assert paths == ["/inference/v1/generate"] * 3 + ["/v1/completions"] * 4
     payload = server.draws[-1].payload
     assert payload["prompt"] == [1, 2, 3]
     assert (payload["max_tokens"], payload["logprobs"]) == (5, 0)
     assert payload["return_token_ids"] is True
     assert payload["seed"] == derive_seed(4, "b@0", 0)
-
-
-async def test_a_declared_endpoint_is_the_only_one() -> None:
-    async with Loopback(drawing(lambda _: asyncio.sleep(0, NOTHING))) as server:
-        for endpoint in ("generate", "completions"):
-            async with VLLMEngine(server.url, options=options(), endpoint=endpoint) as engine:
-                assert isinstance(await ask(engine), RequestRefusedError)
-    assert server.paths() == ["/inference/v1/generate", "/v1/completions"]
 
 
 async def test_seeds_come_from_the_episode_and_the_number_of_the_request() -> None:
@@ -309,7 +300,7 @@ async def test_interruptions_without_a_token_come_to_an_end() -> None:
         reply = await ask(engine)
         assert isinstance(reply, ServerUnavailableError)
         assert f":{server.port}: no completion within 0.1 s" in str(reply)
-        assert 1 < len(server.draws) < 10  # with growing pauses
+        assert 1 < len(server.draws) < 30  # with pauses
 
 
 async def test_a_generation_does_not_go_on_with_older_weights() -> None:

@@ -69,7 +69,7 @@ EXCHANGES: list[tuple[Answer, str]] = [
 
 async def reply_to(answer: Answer, engine_type: Any = VLLMEngine) -> tuple[Any, Loopback]:
     say = always(answer, say_vllm if engine_type is VLLMEngine else say_sglang)
-    changed = options(vocab_size=1000, retries=RetryLimits(2, 0.001, 0.01, rest_s=0.01))
+    changed = options(vocab_size=1000, retries=RetryLimits(2, 0.001, rest_s=0.01))
     async with serving(engine_type, say, options=changed) as ((server,), engine):
         reply = await ask(engine)
     assert isinstance(reply, GenerationError), reply

@@ -1,6 +1,5 @@
 """Engines that generate with HTTP servers: vLLM and SGLang.
 
-`engine` makes a completion of one or more requests, `routing` chooses their server, `client` sends
-them, `engine_response` reads the responses, `control` administers servers, and `vllm` and `sglang`
-hold what is specific to one kind of server.
+`engine` makes a completion of one or more requests, `client` sends them, `engine_response` reads
+the responses, `control` chooses and administers servers, `vllm` and `sglang` are the two kinds.
 """

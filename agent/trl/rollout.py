@@ -27,8 +27,6 @@ from trajpack.packing.types import Trajectory
 if TYPE_CHECKING:
     from trl import GRPOTrainer
 
-_CHOICES = {"several_sequences": ("raise", "mask", "last"), "failures": ("raise", "mask")}
-
 
 class Row(NamedTuple):
     """One completion in TRL's form, see `TRLRollout`."""
@@ -69,11 +67,9 @@ class TRLRollout:
             text if it is a string; the question's id is the prompt id of agent and environment.
         concurrency: Maximum number of running episodes.
         score: Score of an episode.
-        several_sequences: Treatment of an episode whose turns do not continue each other and so
-            make several sequences: raise, leave the episode out, or train its last sequence with
-            the score of all.
-        failures: Treatment of an episode that failed or sampled nothing: raise, or leave it out. An
-            engine that ended always raises.
+        failures: Treatment of an episode that failed, sampled nothing, or has several sequences,
+            since its turns do not continue each other: raise, or leave it out. An engine that ended
+            always raises.
         seed: Seed of the sampling, together with step, number of the call and process.
         make_engine: Makes the engine of one call from the model, a ``seed`` and a ``version``,
             which is the trainer's step.
@@ -89,7 +85,6 @@ class TRLRollout:
     _: KW_ONLY
     concurrency: int = 64
     score: Callable[[EpisodeResult], float] = sum_of_rewards
-    several_sequences: Literal["raise", "mask", "last"] = "raise"
     failures: Literal["raise", "mask"] = "raise"
     seed: int = 0
     make_engine: Callable[..., Engine] = TransformersEngine
@@ -100,9 +95,8 @@ class TRLRollout:
     def __post_init__(self) -> None:
         if self.concurrency < 1:
             raise ValueError(f"concurrency must be at least 1, got {self.concurrency}")
-        for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
+        if self.failures not in ("raise", "mask"):
+            raise ValueError(f"failures must be 'raise' or 'mask', got {self.failures!r}")
         self._by_prompt = questions_by_prompt(self.questions)
         self._calls = count()
 
@@ -111,8 +105,7 @@ class TRLRollout:
 
         Raises:
             ValueError: If a prompt is none of the questions or not one of the agent, options of
-                trainer and agent differ, the weights are sharded, or an episode has several
-                sequences and that is to raise.
+                trainer and agent differ, or the weights are sharded.
             EpisodeError: If an episode failed and that is to raise, or the engine ended.
         """
         self._check_trainer(trainer)
@@ -218,17 +211,15 @@ class TRLRollout:
     def _choose_row(self, result: EpisodeResult, rows: list[Row], trainer: GRPOTrainer) -> Row:
         """Return the row that TRL trains, or a masked one."""
         eos_token_id = int(trainer.processing_class.eos_token_id)
-        if not rows and result.error is None and self.failures == "raise":
-            raise EpisodeError(result.qid, "nothing was sampled")
-        if len(rows) > 1 and self.several_sequences == "raise":
-            raise ValueError(
-                f"episode {result.qid!r} has {len(rows)} sequences, and TRL takes one row for each "
-                "prompt: set several_sequences to 'mask' or 'last'"
-            )
-        if not rows or (len(rows) > 1 and self.several_sequences == "mask"):
+        if len(rows) != 1:
+            if result.error is None and self.failures == "raise":
+                what = "nothing was sampled"
+                if rows:
+                    what = f"it has {len(rows)} sequences, and TRL takes one row for each prompt"
+                raise EpisodeError(result.qid, what)
             # TRL refuses an empty completion, but not a masked one.
             return Row([int(id) for id in result.prompt.input_ids], [eos_token_id], [0], [0.0])
-        row = rows[-1]._replace(episode_reward=float(self.score(result)))
+        row = rows[0]._replace(episode_reward=float(self.score(result)))
         if not trainer.args.mask_truncated_completions:
             return row
         if result.trajectories[-1].is_truncated:

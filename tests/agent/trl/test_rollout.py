@@ -314,6 +314,11 @@ def test_a_rollout_does_not_change_the_trainer(trained: Trained) -> None:
     assert model.config._attn_implementation == attention
 
 
+def test_a_score_is_the_users(trained: Trained) -> None:
+    scores = ask(trained, "01", score=lambda result: len(result.qid))["episode_reward"]
+    assert scores == [4.0, 4.0]
+
+
 def test_a_rollout_runs_beside_a_running_event_loop(trained: Trained) -> None:
     async def in_a_notebook() -> dict[str, list[Any]]:
         return ask(trained, "0")
@@ -359,18 +364,12 @@ class Rewriting:
         return [Trajectory(prompt.id, turns)]
 
 
-def test_several_sequences_raise_or_are_left_out_or_the_last_is_taken(trained: Trained) -> None:
-    with pytest.raises(ValueError, match="episode 'q0@0' has 2 sequences"):
+def test_an_episode_of_several_sequences_raises_or_is_left_out(trained: Trained) -> None:
+    with pytest.raises(EpisodeError, match="episode 'q0@0': it has 2 sequences"):
         ask(trained, "0", agent=Rewriting())
-    found = ask(trained, "0", agent=Rewriting(), several_sequences="mask")
+    found = ask(trained, "0", agent=Rewriting(), failures="mask")
     assert found["episode_reward"] == [None]
     assert found["env_mask"] == [[0]]
-    found = ask(trained, "0", agent=Rewriting(), several_sequences="last")
-    assert found["prompt_ids"] == [[7, 8, 9]]
-    assert set(found["env_mask"][0]) == {1}
-    assert found["episode_reward"] == [1.5]
-    scored = {"score": lambda result: len(result.qid), "several_sequences": "last"}
-    assert ask(trained, "01", agent=Rewriting(), **scored)["episode_reward"] == [4.0, 4.0]
 
 
 def test_prompts_are_those_of_the_agent(trained: Trained) -> None:
@@ -443,13 +442,11 @@ def test_wrong_prompts_options_and_temperatures_are_refused(
     monkeypatch.setattr(trained.trainer, "chat_template_kwargs", {"enable_thinking": False})
     with pytest.raises(ValueError, match=r"chat_template_kwargs=.* of the trainer: the agent"):
         ask(trained, "0")
-    assert ask(trained, "0", agent=Rewriting(), several_sequences="last")["episode_turns"] == [2]
+    assert ask(trained, "0", agent=Rewriting(), failures="mask")["episode_turns"] == [2]
     with pytest.raises(ValueError, match="concurrency must be at least 1, got 0"):
         make_rollout(concurrency=0)
-    with pytest.raises(ValueError, match=r"failures must be one of .*, got 'drop'"):
+    with pytest.raises(ValueError, match=r"failures must be 'raise' or 'mask', got 'drop'"):
         make_rollout(failures="drop")
-    with pytest.raises(ValueError, match=r"several_sequences must be one of .*, got 'first'"):
-        make_rollout(several_sequences="first")
     other = dataclasses.replace(QUESTIONS[0], id="other", solutions=("1",))
     with pytest.raises(ValueError, match="'q0' and 'other' have the same messages"):
         TRLRollout(Rewriting(), ShareOfDigits(), [*QUESTIONS, other])

@@ -37,7 +37,7 @@ from tests.agent.chaos.chaos_cases import (
 from tests.agent.chaos.fault_plan import CAUSES, FaultPlan, rates
 from tests.agent.chaos.faults import FaultyEngine, FaultyEnvironment
 from trajpack.agent.observability.metrics import RolloutMetrics
-from trajpack.agent.protocols import GenerationOutput, Prompt, Reply
+from trajpack.agent.protocols import GenerationOutput, Prompt
 from trajpack.agent.runner.observers import RolloutObserver
 from trajpack.agent.runner.policy import BackOff, RetryPolicy, RolloutPolicy
 from trajpack.agent.runner.runner import EpisodeResult, RolloutRunner
@@ -60,7 +60,10 @@ class Ledger(RolloutObserver):
         self.failed: Counter[str] = Counter()
         self.num_turns = self.num_again = self.num_taken = 0
 
-    def generation_ended(self, qid: str, turn: int, reply: Reply) -> None:
+    def episode_started(self, qid: str, attempt: int) -> None:
+        self.plan.begin(qid, attempt)
+
+    def generation_ended(self, qid: str, turn: int, reply: object) -> None:
         self.num_turns += isinstance(reply, GenerationOutput)
 
     def episode_ended(
@@ -144,7 +147,11 @@ class Soak:
             chaos_agent(),
             self.judge,
             concurrency=256,
-            policy=RolloutPolicy(retries=retries, episode_timeout_s=3 * self.timeout_s),
+            policy=RolloutPolicy(
+                retries=retries,
+                episode_timeout_s=3 * self.timeout_s,
+                generation_timeout_s=self.timeout_s,
+            ),
             observers=[self.ledger, self.metrics],
         )
 

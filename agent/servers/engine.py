@@ -51,11 +51,10 @@ class ServerEngine(ServerFleet):
 
     _read: ClassVar[Callable[..., EngineResponse]]
     _default_logprobs: ClassVar[LogprobSemantics]
+    # whether "processed" log-probabilities are those after top-k and top-p
     _filters_are_processed: ClassVar[bool]
-    """Whether "processed" log-probabilities are those after top-k and top-p."""
-
+    # whether there is another endpoint for servers without the first one
     _can_fall_back = False
-    """Whether there is another endpoint for servers without the first one."""
     _has_warned = False
 
     @abstractmethod

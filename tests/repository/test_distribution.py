@@ -133,10 +133,15 @@ def test_the_first_example_runs_with_the_core_alone(core: Path, tmp_path: Path) 
 def test_agents_run_with_the_extra_runner(built: Path, tmp_path: Path) -> None:
     assert not required("runner") & {"transformers", "math-verify", "typer", "rich"}
     jobs = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/jobs.md").read_text(), re.S | re.M)
-    (rollout,) = [code for code in jobs if "FunctionEngine(" in code]
+    rollouts = [
+        code for code in jobs if "FunctionEngine(" in code and "build_tiny_model" not in code
+    ]
+    assert rollouts
     hidden = "import sys; sys.modules |= dict.fromkeys(['jinja2', 'transformers'])\n"
     python = installed(built, tmp_path / "venv", "runner") / "python"
-    run(python, "-P", "-W", "error", "-c", f"{hidden}{rollout}")
+    for number, rollout in enumerate(rollouts):
+        (folder := tmp_path / str(number)).mkdir()
+        run(python, "-P", "-W", "error", "-c", f"{hidden}{rollout}", cwd=folder)
 
 
 @pytest.mark.slow

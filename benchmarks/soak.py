@@ -28,12 +28,7 @@ import psutil
 
 from benchmarks import machine
 from benchmarks.soak_report import COLUMNS, Moment, Outcome, curves, summary, table
-from tests.agent.chaos.chaos_cases import (
-    Account,
-    CoinJudge,
-    chaos_agent,
-    chaos_prompts,
-)
+from tests.agent.chaos.chaos_cases import Account, CoinJudge, chaos_agent, chaos_prompts
 from tests.agent.chaos.fault_plan import CAUSES, FaultPlan, rates
 from tests.agent.chaos.faults import FaultyEngine, FaultyEnvironment
 from trajpack.agent.observability.metrics import RolloutMetrics
@@ -147,11 +142,7 @@ class Soak:
             chaos_agent(),
             self.judge,
             concurrency=256,
-            policy=RolloutPolicy(
-                retries=retries,
-                episode_timeout_s=3 * self.timeout_s,
-                generation_timeout_s=self.timeout_s,
-            ),
+            policy=RolloutPolicy(retries, 3 * self.timeout_s, self.timeout_s),
             observers=[self.ledger, self.metrics],
         )
 

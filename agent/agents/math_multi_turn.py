@@ -136,5 +136,8 @@ class MathMultiTurnAgent(ConversationAgent):
                 end = start + len(exchange.ids)
             await AnswerLog(self.answer_save_path).write(conversation.qid, logged)
         except Exception as error:  # noqa: BLE001 - a tokenizer may raise anything, too
-            name = one_line(repr(conversation.qid))
-            logger.warning("episode %s: its answers were not logged: %s", name, one_line(error))
+            logger.warning(
+                "episode %s: its answers were not logged: %s",
+                one_line(repr(conversation.qid)),
+                one_line(error),
+            )

@@ -52,12 +52,11 @@ class MathMultiTurnAgent(ConversationAgent):
         stop_on_success: End the episode at the first right answer.
         stop_on_terminated: End the episode when the environment says it is terminated or truncated.
             A `MathVerifyEnvironment` says so at every answer, so the episode ends after one turn.
-        max_total_tokens: Tokens of the whole conversation at most. The last request asks for what
-            is left of them.
+        max_total_tokens: Tokens of the whole conversation at most; the last request takes the rest.
 
     Raises:
-        ValueError: On an option out of range, or where the ``gconfig`` asks for more
-            samples than one; as `SetupError`, where the tokenizer's folder cannot be read.
+        ValueError: On an option out of range, or a ``gconfig`` that asks for several samples; as
+            `SetupError`, where the tokenizer's folder cannot be read.
         TypeError: If a number of turns or tokens is not an integer.
     """
 
@@ -136,8 +135,7 @@ class MathMultiTurnAgent(ConversationAgent):
                 end = start + len(exchange.ids)
             await AnswerLog(self.answer_save_path).write(conversation.qid, logged)
         except Exception as error:  # noqa: BLE001 - a tokenizer may raise anything, too
+            name = repr(conversation.qid)
             logger.warning(
-                "episode %s: its answers were not logged: %s",
-                one_line(repr(conversation.qid)),
-                one_line(error),
+                "episode %s: its answers were not logged: %s", one_line(name), one_line(error)
             )

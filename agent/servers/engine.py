@@ -53,8 +53,7 @@ class ServerEngine(ServerFleet):
     _default_logprobs: ClassVar[LogprobSemantics]
     # whether "processed" log-probabilities are those after top-k and top-p
     _filters_are_processed: ClassVar[bool]
-    # whether there is another endpoint for servers without the first one
-    _can_fall_back = False
+    _can_fall_back = False  # to another endpoint
     _has_warned = False
 
     @abstractmethod

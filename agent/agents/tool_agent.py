@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -20,6 +19,7 @@ from trajpack.agent.agents.tool_calls import (
 )
 from trajpack.agent.agents.tools import Tool
 from trajpack.agent.errors import reason_of
+from trajpack.packing.chat_template import unnamed_tools
 from trajpack.packing.text import one_line
 
 _GREETING = ({"role": "user", "content": "Hello"},)
@@ -119,12 +119,7 @@ class ToolAgent(ChatAgent):
         without = ""
         with suppress(Exception):  # some have no form without tools
             without = ChatMessages(self.tokenizer).text(_GREETING, is_asking=True)
-        hidden = []
-        for tool in self.tools:  # a part of a longer word is no name
-            word = re.compile(rf"(?<!\w){re.escape(tool)}(?!\w)")
-            if len(word.findall(with_tools)) <= len(word.findall(without)):
-                hidden.append(tool)
-        if hidden:
+        if hidden := unnamed_tools(self.tools, with_tools, without):
             fault = "does not name all tools" if len(hidden) < len(self.tools) else "ignores tools"
             raise ValueError(
                 f"the chat template of {self._name} {fault}: the model would not be told of "

@@ -46,9 +46,7 @@ from trajpack.agent.runner.runner import (
     EpisodeResult as EpisodeResult,
     RolloutRunner as RolloutRunner,
 )
-from trajpack.agent.servers.options import (
-    ServerOptions as ServerOptions,
-)
+from trajpack.agent.servers.options import ServerOptions as ServerOptions
 from trajpack.agent.servers.sglang import SGLangEngine as SGLangEngine
 from trajpack.agent.servers.vllm import VLLMEngine as VLLMEngine
 from trajpack.agent.trl.rollout import (

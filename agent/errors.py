@@ -86,31 +86,24 @@ class SetupError(ValueError):
     """A configuration that cannot be set up; the message is one line for a person to read."""
 
 
-def _causes_of_kinds(kind: type[EpisodeError]) -> frozenset[str]:
-    return frozenset({kind.cause}).union(*map(_causes_of_kinds, kind.__subclasses__()))
-
-
-CAUSES = _causes_of_kinds(EpisodeError)
+CAUSES = frozenset(
+    kind.cause for kind in globals().values() if isinstance(kind, type) and hasattr(kind, "cause")
+)
 """Every `EpisodeError.cause`."""
-_MAX_REASON_CHARS = 1000
 
 
 def reason_of(error: BaseException) -> str:
-    """Return an exception's type and text, shortened to about 1,000 characters."""
-    kind = type(error).__name__
-    try:
-        text = str(error)
-    except Exception:  # noqa: BLE001 - an exception of other code may be broken itself
-        return f"{kind} without a text"
-    rest = len(text) - _MAX_REASON_CHARS
-    if rest > 0:
-        return f"{kind}: {text[:_MAX_REASON_CHARS]}... ({rest:,} more characters)"
-    return f"{kind}: {text}"
+    """Return an exception's type and text, shortened to 1,000 characters."""
+    text = str(error)
+    if (rest := len(text) - 1000) > 0:
+        text = f"{text[:1000]}... ({rest:,} more characters)"
+    return f"{type(error).__name__}: {text}"
 
 
 def has_engine_ended(error: BaseException | None) -> bool:
     """Return whether an episode failed because its engine gives no more replies."""
-    return error is not None and any(isinstance(one, EngineEndedError) for one in causes_of(error))
+    causes = () if error is None else causes_of(error)
+    return any(isinstance(cause, EngineEndedError) for cause in causes)
 
 
 def end_of_program(error: BaseException) -> BaseException | None:
@@ -124,12 +117,9 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
     """Yield an exception, its chain of causes, and the members of groups among them."""
     todo, seen = [error], set[int]()
     while todo:
-        one = todo.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        yield one
-        if one.__cause__ is not None:
-            todo.append(one.__cause__)
-        if isinstance(one, BaseExceptionGroup):
-            todo.extend(one.exceptions)
+        error = todo.pop()
+        if id(error) not in seen:
+            seen.add(id(error))
+            yield error
+            todo += [] if error.__cause__ is None else [error.__cause__]
+            todo += error.exceptions if isinstance(error, BaseExceptionGroup) else []

@@ -1,8 +1,7 @@
 """Protocols of agents, environments and engines, and the values they exchange.
 
-An agent is a coroutine that is given a prompt, an environment and `Generate`, and returns
-trajectories. An engine is an object with the coroutine ``generate(request)``. The runner stands
-between the two: it names the episode in the request, checks the reply and makes it a turn.
+The runner stands between agent and engine: it names the episode in a request, checks the reply and
+makes it a turn.
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from trajpack.packing.conversion import INT32_MAX, as_integer, several, shown
-from trajpack.packing.equality import same_rows, same_values
+from trajpack.packing.conversion import as_ids, several, shown
 from trajpack.packing.representation import brief_repr
 from trajpack.packing.types import FloatArray, IntArray, Trajectory, Turn, VersionSpan
 
@@ -22,17 +20,13 @@ class Prompt:
     """Opening of an episode.
 
     Attributes:
-        id: Name of the prompt, such as ``apple``; of the episode, ``apple@0``, where an agent gets
-            it from a runner.
+        id: Name of the prompt, such as ``apple``; a runner's agent sees that of the episode,
+            ``apple@0``.
         input_ids: Token ids of the conversation so far, generation prompt included.
         task_id: Kind of task, as the data set numbers it.
-        seed: Seed of the episode. A runner derives it from its own seed, or from this one if it is
-            given, and the episode's name; it is the same for every attempt.
+        seed: Seed of the episode. A runner derives it from this one, or its own if None, and the
+            episode's name; it is the same for every attempt.
         task: Name of the task, ``apple`` in every episode; by default the ``id``.
-
-    Example:
-        >>> Prompt("apple", [1, 2]).task
-        'apple'
     """
 
     id: str
@@ -56,8 +50,7 @@ class SamplingParams:
         temperature: Divisor of the logits; 0 takes the likeliest token each time.
         top_p: Sample from the smallest set of tokens that holds this much probability.
         top_k: Sample from this many likeliest tokens; 0 takes all.
-        stop: Texts that end the completion. The tokens up to the one that completes a text are
-            kept, so the text may be followed by the rest of that token.
+        stop: Texts that end the completion, kept to the end of the token that completes one.
         stop_token_ids: Tokens that end the completion, beside the model's own.
 
     Raises:
@@ -86,17 +79,14 @@ class SamplingParams:
             raise TypeError(f"stop must be a tuple of strings, got {shown(self.stop)}")
         if not all(stop):
             raise ValueError("stop must hold texts, got an empty one")
-        given = several("stop_token_ids must be a tuple of integers", self.stop_token_ids)
-        tokens = tuple(as_integer("stop_token_ids", token) for token in given)
-        if any(not 0 <= token <= INT32_MAX for token in tokens):
-            raise ValueError(f"stop_token_ids must be in [0, {INT32_MAX}], got {shown(tokens)}")
+        tokens = as_ids("stop_token_ids", self.stop_token_ids).tolist()
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tokens)
+        object.__setattr__(self, "stop_token_ids", tuple(tokens))
 
 
 @dataclass(frozen=True, eq=False)
 class GenerationOutput:
-    """One completion, as the engine returned it; equal to another if all values are.
+    """One completion, as the engine returned it.
 
     Attributes:
         qid: Name of the episode.
@@ -104,15 +94,12 @@ class GenerationOutput:
         output_ids: Token ids it sampled, stop token included.
         output_logprobs: Log-probability of each sampled token (natural log).
         no_eos: True when generation was cut off: by neither a stop token nor a stop text.
-        version_start: Policy version of the first sampled token.
-        version_end: Policy version of the last sampled token.
-        version_spans: ``(version, start, end)`` spans over the sampled tokens, where the engine
-            reports them.
-        fields: Rows of extra fields that the engine reports, by name, as those of `Turn.fields`:
-            declare a `TokenField` of each name at the buffer. Engines of servers have
-            ``sampling_mask``, the tokens that each one was sampled from, and ``routed_experts``.
-        stop_reason: Why generation ended: ``"stop"``, ``"length"``, ``"abort"`` or ``"tool"``;
-            ``None`` if the engine does not say.
+        version_start, version_end: Policy versions of the first and the last sampled token.
+        version_spans: ``(version, start, end)`` spans over the sampled tokens, if known.
+        fields: Rows of extra fields by name, as those of `Turn.fields`: declare a `TokenField` of
+            each at the buffer. Engines of servers have ``sampling_mask``, the tokens that each one
+            was sampled from, and ``routed_experts``.
+        stop_reason: ``"stop"``, ``"length"``, ``"abort"``, ``"tool"``, or ``None`` if not known.
     """
 
     qid: str
@@ -128,58 +115,28 @@ class GenerationOutput:
 
     __repr__ = brief_repr
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, GenerationOutput):
-            return NotImplemented
-        arrays = ("prompt_ids", "output_ids", "output_logprobs")
-        mine, theirs = dict(vars(self)), dict(vars(other))
-        rows, other_rows = mine.pop("fields") or {}, theirs.pop("fields") or {}
-        if rows.keys() != other_rows.keys():
-            return False
-        return all(same_rows(rows[name], other_rows[name]) for name in rows) and all(
-            same_values(mine[name], theirs[name]) if name in arrays else mine[name] == theirs[name]
-            for name in mine
-        )
-
-    __hash__ = None  # type: ignore[assignment]
-
 
 class GenerationRequest(NamedTuple):
-    """Request for one completion; a plain tuple of the three is one, too.
+    """Request of the episode ``qid`` for one completion; a plain tuple of the three is one, too.
 
-    Attributes:
-        qid: Name of the episode that asks.
-        token_ids: Token ids of the whole conversation so far.
-        sampling: `SamplingParams`, or any object with ``max_new_tokens``.
+    ``token_ids`` are those of the whole conversation so far. ``sampling`` is a `SamplingParams`, or
+    any object with ``max_new_tokens``.
     """
 
     qid: str
     token_ids: Sequence[int]
     sampling: Any
 
-    def __repr__(self) -> str:
-        return brief_repr(self)
-
 
 class Action(NamedTuple):
-    """What an agent gives an environment; it equals the plain tuple.
-
-    Attributes:
-        qid: Name of the episode.
-        answers: Texts to judge.
-    """
+    """Texts of the episode ``qid`` that an environment judges; it equals the plain tuple."""
 
     qid: str
     answers: Sequence[str]
 
     @property
     def task(self) -> str:
-        """Name of the task: the episode's without its sample.
-
-        Example:
-            >>> Action("apple@2", ["red"]).task
-            'apple'
-        """
+        """Name of the task: ``apple`` of the episode ``apple@2``."""
         name, _, sample = self.qid.rpartition("@")
         return name if name and sample.isdecimal() else self.qid
 
@@ -188,18 +145,14 @@ class Generate(Protocol):
     """Coroutine that asks the engine for a completion; calls may run at the same time."""
 
     async def __call__(self, token_ids: Sequence[int], sampling: Any = None) -> Turn:
-        """Return the completion of ``token_ids`` as a turn with reward 0, checked.
+        """Return the completion of all ``token_ids`` so far as a turn with reward 0, checked.
 
-        Args:
-            token_ids: Everything that the engine is to see.
-            sampling: `SamplingParams`, or any object that the engine takes; None takes those of the
-                runner.
+        ``sampling`` is any object that the engine takes; None takes the runner's.
 
         Raises:
-            EpisodeError: If these are no token ids, or the reply is late or does not answer.
-            GenerationError: If the engine could not generate.
+            EpisodeError: If these are no token ids, or the reply is late or does not answer; a
+                `GenerationError` if the engine could not generate.
         """
-        ...
 
 
 class Environment(Protocol):
@@ -207,53 +160,42 @@ class Environment(Protocol):
 
     async def reset(self) -> Any:
         """Start an episode."""
-        ...
 
     async def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Take ``action`` and return ``(observation, reward, terminated, truncated, info)``."""
-        ...
 
 
 class Agent(Protocol):
     """Runs episodes, any number of them at once; a coroutine function like `run` is one, too."""
 
     async def run(self, prompt: Prompt, env: Environment, generate: Generate) -> list[Trajectory]:
-        """Run one episode and return its trajectories.
+        """Run the episode ``prompt.id`` and return its trajectories.
 
         Tasks that it starts must have ended, or be cancelled, when it returns.
-
-        Args:
-            prompt: Opening; its id is the episode's name.
-            env: Environment that judges the completions.
-            generate: Asks the engine.
 
         Raises:
             EpisodeError: With the prompt's id, if the episode cannot be finished.
         """
-        ...
 
 
 class Engine(Protocol):
     """Turns token ids into sampled completions, for many episodes at once.
 
-    An engine may also have a method ``check_serving()`` that raises if it has not been entered or
-    was left; a run calls it when it begins.
+    A run begins with ``check_serving()``, if the engine has it: it raises if the engine has not
+    been entered or was left.
     """
 
     @property
     def version(self) -> int:
         """Version of the weights that sample now."""
-        ...
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
         """Return one completion; a cancelled call ends its generation.
 
         Raises:
-            GenerationError: With the request's ``qid``, if there is no completion: as a
-                `RequestRefusedError`, `ServerUnavailableError` or `MalformedResponseError` where
-                that is known, and as an `EngineEndedError` once the engine has died or was left.
+            GenerationError: With the request's ``qid``, if there is no completion, of the kind that
+                is known; an `EngineEndedError` once the engine has died or was left.
         """
-        ...
 
     async def __aenter__(self) -> Engine: ...
 

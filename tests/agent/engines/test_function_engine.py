@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.agent.runner.runner_cases import TwoTurns, prompts, runner, take
 from tests.support.replies import asking
 from trajpack.agent import FunctionEngine, GenerationError, GenerationOutput
 from trajpack.agent.errors import EngineEndedError, MalformedResponseError, RequestRefusedError
+from trajpack.agent.runner.replies import turn_of
 from trajpack.packing.types import Turn
 
 
@@ -40,7 +42,8 @@ def test_a_tuple_is_a_completion_of_the_version_at_the_call() -> None:
         async with engine:
             return await engine.generate(("q", [5, 6], "sampling"))  # type: ignore[arg-type]
 
-    assert asyncio.run(ask()) == GenerationOutput("q", [5, 6], [6, 7], [-1.0, -2.0], True, 3, 3)
+    expected = Turn([5, 6], [6, 7], [-1.0, -2.0], truncated=True, version_start=3, version_end=3)
+    assert turn_of("q", np.array([5, 6], np.int32), asyncio.run(ask())) == expected
     assert engine.version == 4
     with pytest.raises(ValueError, match=r"version must be in \[4, "):
         engine.set_version(3)
@@ -51,10 +54,8 @@ def test_an_output_gets_the_name_of_its_request_and_keeps_the_rest() -> None:
         spans = [(7, 0, 1), (8, 1, 2)]
         return GenerationOutput("", prompt_ids, [1, 2], [-1.0, -0.5], False, 7, 8, spans)
 
-    expected = GenerationOutput(
-        "q", [5, 6], [1, 2], [-1.0, -0.5], False, 7, 8, [(7, 0, 1), (8, 1, 2)]
-    )
-    assert asked(whole) == expected
+    turn = turn_of("q", np.array([5, 6], np.int32), asked(whole))
+    assert turn == Turn([5, 6], [1, 2], [-1.0, -0.5], version_spans=[(7, 0, 1), (8, 1, 2)])
 
 
 def test_calls_run_at_the_same_time_and_reach_their_own_episodes() -> None:

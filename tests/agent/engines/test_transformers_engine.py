@@ -145,7 +145,7 @@ def test_the_seed_decides_what_is_sampled() -> None:
             return await generate(engine, "a")
 
     first, again, other = (asyncio.run(body(seed)) for seed in (1, 1, 2))
-    assert first == again
+    assert vars(first) == vars(again)
     assert first.output_ids != other.output_ids
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain, takewhile
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 from trajpack.agent.agents.tool_calls import THOUGHTS, ToolCall, ToolCallError, outside_thoughts
@@ -24,24 +25,17 @@ _MOST_MARK = 16
 _TRIMS: tuple[Callable[[str], str], ...] = (str, str.strip, str.lstrip, str.rstrip)
 _FORMS: tuple[Callable[[str], str], ...] = (
     *_TRIMS,
-    *(lambda text, trim=trim: json.dumps(trim(text), ensure_ascii=False)[1:-1] for trim in _TRIMS),
+    *(lambda text, trim=trim: _in_json(trim(text)) for trim in _TRIMS),
 )
 """How templates show a content: as it is, without blanks at its ends, or in JSON's spelling."""
 
 
 class _Frame(NamedTuple):
-    """Text of a template around contents."""
+    """Text of a template around contents, behind messages whose text is ``head``."""
 
     before: list[dict[str, Any]]
-    """Messages before them."""
     head: str
-    """Their text."""
     pieces: list[str]
-    """Text before, between and after the contents."""
-    words: list[list[int]]
-    """Tokens of the pieces."""
-    tokens: re.Pattern[str]
-    """Pattern of added tokens of the template, which a content may spell."""
     num_end: int
     """How many tokens at the beginning end the message before."""
 
@@ -62,8 +56,11 @@ class ChatMessages:
         self._tokenizer = tokenizer
         self._options: dict[str, Any] = {"tools": list(tools)} if tools else {}
         self._tool = tools[0]["function"]["name"] if tools else "tool"
-        self._frames: dict[Any, _Frame] = {}
         self._added: dict[int, str] = {i: word for word, i in tokenizer.get_added_vocab().items()}
+        template = str(getattr(tokenizer, "chat_template", ""))
+        shown = [w for w in self._added.values() if len(w.strip()) > 1 and w in template]
+        self._marks = re.compile(f"(?={'|'.join(map(re.escape, shown))})" if shown else "(?!)")
+        self._frames: dict[Any, _Frame] = {}
         for self._takes_parts in (False, True):
             with suppress(Exception):  # templates raise what they like
                 if _MARK in self.text(_said("user", [_MARK])):
@@ -78,12 +75,10 @@ class ChatMessages:
             ValueError: If the template does not show what a user says.
         """
         text = self._rendered(messages, is_asking=True)
-        for message in messages:
-            content = message["content"] if message["role"] == "user" else ""
-            parts = [{"text": content}] if isinstance(content, str) else content
-            for part in parts:
+        for content in (message["content"] for message in messages if message["role"] == "user"):
+            for part in [{"text": content}] if isinstance(content, str) else content:
                 said = str(part.get("text", part)).strip()
-                if said not in text and json.dumps(said, ensure_ascii=False)[1:-1] not in text:
+                if said not in text and _in_json(said) not in text:
                     raise ValueError(f"the chat template does not show {said!r:.80} of the user")
         return self._encode(text)
 
@@ -116,11 +111,7 @@ class ChatMessages:
         return text
 
     def check(self, role: str) -> None:
-        """Raise unless one and two messages of a role can follow a completion.
-
-        Raises:
-            ValueError: As `after`.
-        """
+        """Raise unless one and two messages of a role can follow a completion, as `after`."""
         for num in (1, 2) if role == "tool" else (1,):
             self.after([], role, [_PROBE] * num)
 
@@ -130,11 +121,8 @@ class ChatMessages:
         Raises:
             ValueError: If the template does not show it.
         """
-        if "opening" not in self._frames:
-            text = self.text(_said("system", [_MARK.format(0)]))
-            self._frames["opening"] = self._frame([], "", "", text, 1)
-        system = _said("system", [instructions])
-        return self._fill(self._frames["opening"], system, is_asking=False)
+        pieces = _pieces(self.text(_said("system", [_MARK.format(0)])), 1)
+        return self._fill([], pieces, _said("system", [instructions]), is_asking=False)
 
     def first(self, content: str) -> list[int]:
         """Return a first message of the user, after an `opening`, and the generation prompt.
@@ -143,14 +131,12 @@ class ChatMessages:
             ValueError: If the template does not show it, or renders a system message otherwise
                 when others follow.
         """
-        if "first" not in self._frames:
-            system = _said("system", ["Be brief."])
-            head = self.text(system)
-            text = self.text([*system, *_said("user", [_MARK.format(0)])], is_asking=True)
-            if not text.startswith(head):
-                raise ValueError("the chat template does not render a system message alike alone")
-            self._frames["first"] = self._frame(system, head, "", text, 1)
-        return self._fill(self._frames["first"], _said("user", [content]))
+        system = _said("system", ["Be brief."])
+        head = self.text(system)
+        text = self.text([*system, *_said("user", [_MARK.format(0)])], is_asking=True)
+        if not text.startswith(head):
+            raise ValueError("the chat template does not render a system message alike alone")
+        return self._fill(system, _pieces(text[len(head) :], 1), _said("user", [content]))
 
     def after(
         self,
@@ -177,16 +163,20 @@ class ChatMessages:
         Raises:
             ValueError: If the template does not show such messages.
         """
-        named = self._named(calls, len(contents)) if role == "tool" else []
-        key = (role, len(contents), *((call.name, call.id) for call in named))
+        named = []
+        for at, call in enumerate(calls or [None] * len(contents), 1) if role == "tool" else ():
+            name, id = getattr(call, "name", ""), getattr(call, "id", "")  # what templates may see
+            name = name if _PLAIN_NAME.fullmatch(name) else self._tool
+            named.append((name, id if _PLAIN_NAME.fullmatch(id) else f"call{at:05d}"))
+        key = (role, len(contents), *named)
         if key not in self._frames:
             if len(self._frames) >= _MOST_FRAMES:
                 self._frames.clear()
             self._frames[key] = self._frame_after(role, len(contents), named)
         frame = self._frames[key]
-        ids = self._fill(frame, _said(role, contents, named))
+        ids = self._fill(frame.before, frame.pieces, _said(role, contents, named))
         last = int(completion_ids[-1]) if len(completion_ids) else -1
-        end = frame.words[0][: max(frame.num_end, 1)]
+        end = ids[: max(frame.num_end, 1)]
         if last in self._added and last in end:
             return ids[end.index(last) + 1 :]
         if has_ended is None:
@@ -224,14 +214,13 @@ class ChatMessages:
         own = re.match(r"\s*(\W*\w+)", head.removeprefix(asks))
         if own and answer.startswith(own[1]):  # it names its channel or recipient
             head = asks
-        prompt, asking = [*prompt_ids], self._encode(asks)
+        prompt, ids, asking = [*prompt_ids], [*completion_ids], self._encode(asks)
         if prompt[len(prompt) - len(asking) :] == asking:
             prompt[len(prompt) - len(asking) :] = self._encode(head)
-        ids = [*completion_ids]
         begin = bisect_left(
             range(len(ids)), True, key=lambda at: answer.endswith(self._decode(ids[at:]))
         )
-        more = answer.removesuffix(self._decode(ids[begin:])) if begin < len(ids) else answer
+        more = answer.removesuffix(self._decode(ids[begin:]))
         return [*prompt, *self._encode(more), *ids[begin:]]
 
     def calling(self, calls: Sequence[ToolCall]) -> Iterator[tuple[Sequence[ToolCall], str]]:
@@ -243,21 +232,13 @@ class ChatMessages:
             with suppress(Exception):  # templates raise what they like
                 yield made, self.text([*_said("user", [_MARK]), message]).rpartition(_MARK)[2]
 
-    def _named(self, calls: Sequence[ToolCall | ToolCallError] | None, num: int) -> list[ToolCall]:
-        """Return name and id of each call; those that templates should not see are replaced."""
-        named = []
-        for at, call in enumerate([None] * num if calls is None else calls, 1):
-            name, id = getattr(call, "name", ""), getattr(call, "id", "")
-            name = name if _PLAIN_NAME.fullmatch(name) else self._tool
-            named.append(ToolCall(name, {}, id if _PLAIN_NAME.fullmatch(id) else f"call{at:05d}"))
-        return named
-
-    def _frame_after(self, role: str, num: int, calls: list[ToolCall]) -> _Frame:
-        """Return the frame of messages behind one of the assistant, which makes the calls."""
-        marks = _said(role, [_MARK.format(i) for i in range(num)], calls)
+    def _frame_after(self, role: str, num: int, named: Sequence[tuple[str, str]]) -> _Frame:
+        """Return the frame of messages behind one of the assistant, which makes calls."""
+        marks = _said(role, [_MARK.format(at) for at in range(num)], named)
         user, plain = _said("user", ["Hello"]), _said("assistant", [_MARK])[0]
         problem: Exception | None = None
         with_calls = ""
+        calls = [ToolCall(name, {}, id) for name, id in named]
         for made, message in [*_callings(calls), ([], plain)]:
             try:
                 text = self.text([*user, message, *marks], is_asking=True)
@@ -270,9 +251,16 @@ class ChatMessages:
                     head = text.partition(_MARK)[0] + _MARK
                     if with_calls and not with_calls.endswith(text[len(head + end) :]):
                         break
-                return self._frame([*user, message], head, end, text, num)
+                pieces = _pieces(text[len(head) :], num)
             except Exception as error:  # noqa: BLE001 - templates raise what they like
                 problem = problem or error
+                continue
+            begin = self._encode(pieces[0])
+            common = os.path.commonprefix([begin, self._encode(end)])
+            ends = [at for at, id in enumerate(common, 1) if id in self._added]
+            if end and not ends and begin and begin[0] in self._added:
+                ends = [1]  # in the midst of a conversation, messages end otherwise
+            return _Frame([*user, message], head, pieces, max(ends, default=0))
         raise ValueError(
             f"the chat template cannot show a message of the {role} after one of the assistant: "
             f"{reason_of(problem) if problem else 'its text is lost'}"
@@ -295,51 +283,32 @@ class ChatMessages:
             raise ValueError("it writes a call otherwise when an answer follows")
         return text[: begin + len(tail)], end
 
-    def _frame(
-        self, before: list[dict[str, Any]], head: str, end: str, text: str, num: int
-    ) -> _Frame:
-        """Cut the text of messages of marks behind ``head``, which ``end`` ends without them."""
-        pieces = [text[len(head) :]]
-        for mark in (_MARK.format(i) for i in range(num)):
-            if pieces[-1].count(mark) != 1:
-                raise ValueError("it does not show the content of each once")
-            pieces[-1:] = pieces[-1].split(mark)
-        words = [self._encode(piece) for piece in pieces]
-        template = f"{getattr(self._tokenizer, 'chat_template', '')}{text}"
-        marks = [word for word in self._added.values() if len(word.strip()) > 1]
-        shown = [word for word in marks if word in template]
-        pattern = f"(?={'|'.join(map(re.escape, shown))})" if shown else "(?!)"
-        alike = takewhile(
-            lambda pair: pair[0] == pair[1], zip(words[0], self._encode(end), strict=False)
-        )
-        ends = [at for at, (id, _) in enumerate(alike, 1) if id in self._added]
-        if end and not ends and words[0] and words[0][0] in self._added:
-            ends = [1]  # in the midst of a conversation, messages end otherwise
-        num_end = max(ends, default=0)
-        return _Frame(before, head, pieces, words, re.compile(pattern), num_end)
-
     def _fill(
-        self, frame: _Frame, messages: Sequence[Mapping[str, Any]], *, is_asking: bool = True
+        self,
+        before: Sequence[Mapping[str, Any]],
+        pieces: Sequence[str],
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        is_asking: bool = True,
     ) -> list[int]:
-        text = self.text([*frame.before, *messages], is_asking=is_asking)
+        """Return tokens of pieces with the contents between them, if the template writes those."""
+        text = self.text([*before, *messages], is_asking=is_asking)
         for form in _FORMS:
-            shown = [form(message["content"]) for message in messages]
-            filled = [*chain(*zip(frame.pieces[:-1], shown, strict=True)), frame.pieces[-1]]
-            if text.endswith("".join(filled)):
+            shown = [*(form(message["content"]) for message in messages), ""]
+            if text.endswith("".join(chain(*zip(pieces, shown, strict=True)))):
                 break
         else:
             raise ValueError(
                 f"the chat template does not show a message of the {messages[0]['role']} as it is, "
                 "trimmed or as JSON"
             )
-        ids = list(frame.words[0])
-        for content, words in zip(shown, frame.words[1:], strict=True):
-            begin = 0
-            for found in frame.tokens.finditer(content):  # cut apart, it is text and no token
-                ids += self._encode(content[begin : found.start() + 1], split_special_tokens=True)
-                begin = found.start() + 1
-            ids += self._encode(content[begin:], split_special_tokens=True)
-            ids += words
+        ids: list[int] = []
+        for piece, content in zip(pieces, shown, strict=True):
+            ids += self._encode(piece)
+            # A mark that is cut behind its first character is text and no token.
+            cuts = [0, *(mark.start() + 1 for mark in self._marks.finditer(content)), len(content)]
+            for begin, end in pairwise(cuts):
+                ids += self._encode(content[begin:end], split_special_tokens=True)
         return ids
 
     def _decode(self, ids: Sequence[int]) -> str:
@@ -353,10 +322,23 @@ class ChatMessages:
         return ids
 
 
+def _pieces(text: str, num: int) -> list[str]:
+    """Return the text before, between and after marks."""
+    pieces = re.split(r"(trajpack\d+mark)", text)
+    if pieces[1::2] != [_MARK.format(at) for at in range(num)]:
+        raise ValueError("it does not show the content of each once")
+    return pieces[::2]
+
+
+def _in_json(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
 def _said(
-    role: str, contents: Sequence[str], calls: Sequence[ToolCall] = ()
+    role: str, contents: Sequence[str], named: Sequence[tuple[str, str]] = ()
 ) -> list[dict[str, Any]]:
-    keys = [{"name": call.name, "tool_call_id": call.id} for call in calls] or [{}] * len(contents)
+    """Return messages; those of a tool have the names and ids of its calls."""
+    keys = [{"name": name, "tool_call_id": id} for name, id in named] or [{}] * len(contents)
     return [
         {"role": role, "content": content, **key}
         for content, key in zip(contents, keys, strict=True)

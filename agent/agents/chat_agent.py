@@ -6,6 +6,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Literal
 
 from trajpack.agent.agents.chat_messages import ChatMessages
@@ -16,13 +17,10 @@ from trajpack.agent.agents.conversation import (
     with_max_new_tokens,
 )
 from trajpack.agent.agents.queue_adapter import run_over_queues
-from trajpack.agent.errors import RequestRefusedError
 from trajpack.agent.models.causal_model import load_tokenizer
 from trajpack.agent.protocols import Environment, Generate, Prompt
 from trajpack.packing.conversion import as_ids
 from trajpack.packing.types import Trajectory
-
-OldThoughts = Literal["keep", "drop"]
 
 
 class ConversationAgent(ABC):
@@ -44,6 +42,14 @@ class ConversationAgent(ABC):
     limits: ConversationLimits
     turn_discount: float
 
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.turn_discount):
+            raise ValueError(f"turn_discount must be finite, got {self.turn_discount}")
+        if self.limits.max_total_tokens is not None:
+            with_max_new_tokens(self.gconfig, 1)
+        if isinstance(self.tokenizer, str | os.PathLike):
+            self.tokenizer = load_tokenizer(self.tokenizer)
+
     async def run(self, prompt: Prompt, env: Environment, generate: Generate) -> list[Trajectory]:
         """Run one episode and return its one trajectory, which has the prompt's id.
 
@@ -61,42 +67,30 @@ class ConversationAgent(ABC):
         """
         conversation = Conversation(prompt, env, generate)
         await conversation.begin()
-        try:
-            observation: list[int] | None = await self.open(conversation)
-            while observation is not None:
-                self.extend(conversation, observation)
-                exchange = await self._ask(conversation)
-                if exchange is None:
-                    await self.cut_off(conversation)
-                    conversation.truncated = True
-                    break
-                with conversation.guard("its text could not be decoded"):
-                    exchange.text = self.decode(exchange.ids.tolist(), skip_special_tokens=True)
-                observation = await self.respond(conversation, exchange)
-        finally:
-            await self.close(conversation)
-        await self.log(conversation)
+        await self.converse(conversation, [])
         return [conversation.trajectory(self.turn_discount)]
 
     collect_trajectory = run_over_queues
 
-    async def _ask(self, conversation: Conversation) -> Exchange | None:
-        """Return the next turn, or None where a limit or a refusal leaves the turns so far."""
-        if len(conversation.exchanges) >= self.limits.max_turns:
-            return None
-        try:
-            gconfig = self.gconfig
-            if (limit := self.limits.max_total_tokens) is not None:
-                room = limit - len(conversation.token_ids)
-                if room <= 0:
-                    reason = f"its prompt leaves no room in max_total_tokens={limit}"
-                    raise RequestRefusedError(conversation.qid, reason)
-                gconfig = with_max_new_tokens(gconfig, room)
-            return await conversation.ask(gconfig)
-        except RequestRefusedError:
-            if not conversation.exchanges:
-                raise
-            return None
+    async def converse(self, conversation: Conversation, observation: list[int] | None) -> None:
+        """Append an observation, ask and respond, until there is no further observation."""
+        while observation is not None:
+            self.extend(conversation, observation)
+            exchange = await conversation.ask(self.gconfig, self.limits)
+            if exchange is None:
+                conversation.truncated = True
+                break
+            with conversation.guard("its text could not be decoded"):
+                exchange.text = self.decode(exchange.ids.tolist(), skip_special_tokens=True)
+            observation = await self.respond(conversation, exchange)
+
+    def extend(self, conversation: Conversation, observation: list[int]) -> None:
+        """Append an observation to the next prompt."""
+        conversation.token_ids += observation
+
+    @abstractmethod
+    async def respond(self, conversation: Conversation, exchange: Exchange) -> list[int] | None:
+        """Judge a completion, and return the tokens that follow it; None ends the episode."""
 
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return a prompt's tokens: a chat by the tokenizer's template, and who speaks next."""
@@ -111,38 +105,6 @@ class ConversationAgent(ABC):
         )
         return text
 
-    def extend(self, conversation: Conversation, observation: list[int]) -> None:
-        """Append an observation to the next prompt."""
-        conversation.token_ids += observation
-
-    async def open(self, conversation: Conversation) -> list[int]:
-        """Return the tokens that follow the prompt in the first turn; by default there are none."""
-        return []
-
-    @abstractmethod
-    async def respond(self, conversation: Conversation, exchange: Exchange) -> list[int] | None:
-        """Judge a completion: set its reward and its success.
-
-        Returns:
-            Tokens of the observation that follows it; None ends the episode.
-        """
-
-    async def cut_off(self, conversation: Conversation) -> None:  # noqa: B027 - a hook
-        """Judge the last turn of a conversation that may not go on."""
-
-    async def close(self, conversation: Conversation) -> None:  # noqa: B027 - a hook
-        """Release what `open` took, also if the episode failed."""
-
-    async def log(self, conversation: Conversation) -> None:  # noqa: B027 - a hook
-        """Log an episode that has not failed."""
-
-    def check_limits(self) -> None:
-        """Raise unless the discount is finite and a limit on tokens can be asked for."""
-        if not math.isfinite(self.turn_discount):
-            raise ValueError(f"turn_discount must be finite, got {self.turn_discount}")
-        if self.limits.max_total_tokens is not None:
-            with_max_new_tokens(self.gconfig, 1)
-
     def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of tokens, with its spaces as they are."""
         text: str = self.tokenizer.decode(
@@ -151,13 +113,14 @@ class ConversationAgent(ABC):
         return text
 
 
+@dataclass(eq=False, repr=False)
 class ChatAgent(ConversationAgent):
     """Base of agents whose observations are messages of a chat template.
 
-    Args:
+    Attributes:
         gconfig: Sampling parameters.
         tokenizer: A Hugging Face tokenizer with a chat template, or the local folder of one.
-        limits: Limits of each conversation; None takes the default ones.
+        limits: Limits of each conversation.
         turn_discount: Discount from one turn to the next, stored in the trajectory.
         old_thoughts: Whether a completion's thoughts stay in later prompts. ``"drop"`` leaves them
             out, as a chat template's history does, so that a later prompt begins a new chain.
@@ -170,28 +133,20 @@ class ChatAgent(ConversationAgent):
     # of the messages after a completion; None leaves their check to the agent
     role: ClassVar[str | None] = "user"
 
-    def __init__(
-        self,
-        gconfig: Any,
-        tokenizer: Any,
-        *,
-        limits: ConversationLimits | None = None,
-        turn_discount: float = 1.0,
-        old_thoughts: OldThoughts = "keep",
-    ) -> None:
-        if old_thoughts not in ("keep", "drop"):
-            raise ValueError(f'old_thoughts must be "keep" or "drop", got {old_thoughts!r}')
-        self.old_thoughts = old_thoughts
-        self.gconfig = gconfig
-        is_folder = isinstance(tokenizer, str | os.PathLike)
-        self.tokenizer = load_tokenizer(tokenizer) if is_folder else tokenizer
+    gconfig: Any
+    tokenizer: Any
+    _: KW_ONLY
+    limits: ConversationLimits = field(default_factory=ConversationLimits)
+    turn_discount: float = 1.0
+    old_thoughts: Literal["keep", "drop"] = "keep"
+
+    def __post_init__(self) -> None:
+        if self.old_thoughts not in ("keep", "drop"):
+            raise ValueError(f'old_thoughts must be "keep" or "drop", got {self.old_thoughts!r}')
+        super().__post_init__()
         self.messages = ChatMessages(self.tokenizer)
-        """Encoder of the messages of others."""
         if self.role is not None:
             self.messages.check(self.role)
-        self.limits = ConversationLimits() if limits is None else limits
-        self.turn_discount = turn_discount
-        self.check_limits()
 
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return a prompt's tokens; a message that the template does not show is a `ValueError`."""

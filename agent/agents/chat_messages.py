@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -255,9 +254,9 @@ class ChatMessages:
             except Exception as error:  # noqa: BLE001 - templates raise what they like
                 problem = problem or error
                 continue
-            begin = self._encode(pieces[0])
-            common = os.path.commonprefix([begin, self._encode(end)])
-            ends = [at for at, id in enumerate(common, 1) if id in self._added]
+            begin, last = self._encode(pieces[0]), self._encode(end)
+            sizes = range(1, 1 + min(len(begin), len(last)))
+            ends = [n for n in sizes if begin[n - 1] in self._added and begin[:n] == last[:n]]
             if end and not ends and begin and begin[0] in self._added:
                 ends = [1]  # in the midst of a conversation, messages end otherwise
             return _Frame([*user, message], head, pieces, max(ends, default=0))

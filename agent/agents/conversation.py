@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajpack.agent.errors import EnvironmentFailedError, EpisodeError
+from trajpack.agent.errors import EnvironmentFailedError, EpisodeError, RequestRefusedError
 from trajpack.agent.protocols import Action, Environment, Generate, Prompt
 from trajpack.packing.conversion import as_ids, as_integer, as_number, several
 from trajpack.packing.types import Trajectory, Turn
@@ -76,8 +76,8 @@ class Exchange:
         turn: The engine's completion.
         ids: Sampled tokens, an int32 array.
         text: Text of the completion, as the environment sees it.
-        success: Judgement of the environment.
-        reward: Reward as shaped by the agent, not discounted.
+        success: Whether the environment's number is above 0.
+        reward: That number, or what the agent makes of it; not discounted.
     """
 
     turn: Turn
@@ -116,22 +116,15 @@ class Conversation:
         """Name of the episode."""
         return self.prompt.id
 
-    def error(self, reason: str, kind: type[EpisodeError] = EpisodeError) -> EpisodeError:
-        """Return an error that names the episode and its last turn."""
-        return kind(self.qid, f"turn {max(len(self.exchanges) - 1, 0)}: {reason}")
-
     @contextmanager
     def guard(self, failure: str, kind: type[EpisodeError] = EpisodeError) -> Iterator[None]:
-        """Convert exceptions of the body to an error of this episode, with its cause.
-
-        Raises:
-            EpisodeError: Of this ``kind``, that begins with ``failure``.
-        """
+        """Convert exceptions of the body to a ``kind`` of error of this episode and its turn."""
         try:
             yield
         except Exception as error:
             reason = str(error) if isinstance(error, TypeError | ValueError) else repr(error)
-            raise self.error(f"{failure}: {reason}", kind) from error
+            place = f"turn {max(len(self.exchanges) - 1, 0)}"
+            raise kind(self.qid, f"{place}: {failure}: {reason}") from error
 
     async def begin(self) -> None:
         """Reset the environment and open the conversation with the prompt."""
@@ -140,33 +133,57 @@ class Conversation:
         with self.guard("the prompt was refused"):
             self.token_ids = as_ids("prompt_ids", self.prompt.input_ids).tolist()
 
-    async def ask(self, gconfig: Any) -> Exchange:
-        """Request the next completion and append it."""
-        turn = await self.generate(self.token_ids, gconfig)
+    async def ask(self, gconfig: Any, limits: ConversationLimits) -> Exchange | None:
+        """Request the next completion and append it.
+
+        Returns:
+            The turn; None where a limit or a refusal leaves the turns so far.
+
+        Raises:
+            GenerationError: If the engine could not generate, or a limit leaves no first turn.
+        """
+        if len(self.exchanges) >= limits.max_turns:
+            return None
+        try:
+            if limits.max_total_tokens is not None:
+                room = limits.max_total_tokens - len(self.token_ids)
+                if room <= 0:
+                    limit = f"max_total_tokens={limits.max_total_tokens}"
+                    raise RequestRefusedError(self.qid, f"its prompt leaves no room in {limit}")
+                gconfig = with_max_new_tokens(gconfig, room)
+            turn = await self.generate(self.token_ids, gconfig)
+        except RequestRefusedError:
+            if not self.exchanges:
+                raise
+            return None
         exchange = Exchange(turn, as_ids("completion_ids", turn.completion_ids))
         self.token_ids += exchange.ids.tolist()
         self.exchanges.append(exchange)
         return exchange
 
-    async def judge(self, answer: str) -> tuple[float, bool]:
-        """Return the environment's number for ``answer``, and whether it ended the episode.
+    async def judge(self, exchange: Exchange) -> bool:
+        """Set the reward of a turn to the environment's number for it.
 
-        Where it says ``truncated``, so is the trajectory.
+        Where the environment says ``truncated``, so is the trajectory.
+
+        Returns:
+            Whether the environment ended the episode.
 
         Raises:
-            EpisodeError: If it fails, or does not return exactly one finite success.
+            EpisodeError: If it fails, or does not return exactly one finite number.
         """
         with self.guard("the environment's step failed", EnvironmentFailedError):
             self.observation, successes, terminated, truncated, _ = await self.env.step(
-                Action(self.qid, [answer])
+                Action(self.qid, [exchange.text])
             )
             scores = several(_REWARDS, successes)
             if len(scores) != 1:
                 raise ValueError(f"expected one success, got {len(scores)}")
-            score = as_number("success", scores[0])
+            exchange.reward = as_number("success", scores[0])
             self.terminated, is_cut = bool(terminated), bool(truncated)
+        exchange.success = exchange.reward > 0
         self.truncated = is_cut or None
-        return score, self.terminated or is_cut
+        return self.terminated or is_cut
 
     def trajectory(self, turn_discount: float) -> Trajectory:
         """Return the trajectory; its prompts are views of one array where they can be.

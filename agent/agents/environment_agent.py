@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from trajpack.agent.agents.chat_agent import ChatAgent
@@ -32,6 +33,7 @@ class Closing(NamedTuple):
     qid: str
 
 
+@dataclass(eq=False, repr=False)
 class EnvironmentAgent(ChatAgent):
     """Shows the model the environment's observations, and takes its completions as actions.
 
@@ -43,10 +45,10 @@ class EnvironmentAgent(ChatAgent):
     The environment is one that takes an `Opening` and a `Closing`, as a `GymnasiumEnvironment`
     does.
 
-    Args:
+    Attributes:
         gconfig: Sampling parameters.
         tokenizer: A Hugging Face tokenizer with a chat template, or the local folder of one.
-        limits: Limits of each conversation; None takes the default ones.
+        limits: Limits of each conversation.
         turn_discount: Discount from one turn to the next, stored in the trajectory.
         old_thoughts: Whether later prompts ``"keep"`` thoughts or ``"drop"`` them.
     """
@@ -69,28 +71,27 @@ class EnvironmentAgent(ChatAgent):
             )
         return self.messages.opening(messages[0]["content"])
 
-    async def open(self, conversation: Conversation) -> list[int]:
-        """Begin an episode of the environment and return its first observation."""
-        with conversation.guard("the environment's reset failed", EnvironmentFailedError):
-            opening = Opening(conversation.qid, conversation.prompt.seed)
-            conversation.observation, *_ = await conversation.env.step(opening)
-        with conversation.guard("the first observation could not be encoded"):
-            return self.messages.first(_text_of(conversation))
+    async def converse(self, conversation: Conversation, observation: list[int] | None) -> None:
+        """Run an episode of the environment, behind its first observation."""
+        try:
+            with conversation.guard("the environment's reset failed", EnvironmentFailedError):
+                opening = Opening(conversation.qid, conversation.prompt.seed)
+                conversation.observation, *_ = await conversation.env.step(opening)
+            with conversation.guard("the first observation could not be encoded"):
+                observation = self.messages.first(_text_of(conversation))
+            await super().converse(conversation, observation)
+        finally:
+            await conversation.env.step(Closing(conversation.qid))
 
     async def respond(self, conversation: Conversation, exchange: Exchange) -> list[int] | None:
         """Act in the environment and return its observation; None at the end."""
-        exchange.reward, has_ended = await conversation.judge(exchange.text)
-        exchange.success = exchange.reward > 0
+        has_ended = await conversation.judge(exchange)
         if conversation.terminated:
             conversation.truncated = False
         if has_ended:
             return None
         with conversation.guard("an observation could not be encoded"):
             return self.messages.after(exchange.ids.tolist(), "user", [_text_of(conversation)])
-
-    async def close(self, conversation: Conversation) -> None:
-        """End the episode of the environment."""
-        await conversation.env.step(Closing(conversation.qid))
 
 
 def _text_of(conversation: Conversation) -> str:

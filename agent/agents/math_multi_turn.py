@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import os
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from trajpack.agent.agents.answer_log import AnswerLog, LoggedTurn
+from trajpack.agent.agents.answer_log import log_answers
 from trajpack.agent.agents.chat_agent import ConversationAgent
 from trajpack.agent.agents.conversation import (
     Conversation,
@@ -16,7 +17,6 @@ from trajpack.agent.agents.conversation import (
     Exchange,
     sampling_option,
 )
-from trajpack.agent.models.causal_model import load_tokenizer
 from trajpack.packing.conversion import as_integer, as_number
 from trajpack.packing.representation import brief_repr
 from trajpack.packing.text import one_line
@@ -43,8 +43,9 @@ class MathMultiTurnAgent(ConversationAgent):
         gconfig: Sampling parameters. Where it has ``n`` or ``n_samples``, as an attribute or a key,
             that must be 1.
         tokenizer: A Hugging Face tokenizer with a chat template, or the local folder of one.
-        answer_save_path: Folder of the `AnswerLog` of finished episodes; None keeps no log. An
-            episode that cannot be logged costs a warning.
+        answer_save_path: Folder of a log of finished episodes, see
+            `trajpack.agent.agents.answer_log.log_answers`; None keeps no log. An episode that
+            cannot be logged costs a warning.
         reward_scaling: Multiplies the reward, after the bias.
         reward_bias: Subtracted from the reward, which is 1 or -1 before.
         turn_level_discount: Discount from one turn to the next, stored in the trajectory.
@@ -87,9 +88,7 @@ class MathMultiTurnAgent(ConversationAgent):
                 raise ValueError(f"{name} must be finite, got {getattr(self, name)}")
         self.limits = ConversationLimits(self.num_turns, self.max_total_tokens)
         self.turn_discount = self.turn_level_discount
-        self.check_limits()
-        if isinstance(self.tokenizer, str | os.PathLike):
-            self.tokenizer = load_tokenizer(self.tokenizer)
+        super().__post_init__()
         self._feedback_ids = {}
         for is_right, content in _FEEDBACK.items() if self.num_turns > 1 else ():
             text = self.rendered([{"role": "user", "content": content}])
@@ -98,42 +97,29 @@ class MathMultiTurnAgent(ConversationAgent):
 
     async def respond(self, conversation: Conversation, exchange: Exchange) -> list[int] | None:
         """Judge an answer and return the feedback; None ends the episode."""
-        score, has_ended = await conversation.judge(exchange.text)
+        has_ended = await conversation.judge(exchange)
         with conversation.guard("its reward is out of range"):
-            shaped = ((score - 0.5) * 2 - self.reward_bias) * self.reward_scaling
+            shaped = ((exchange.reward - 0.5) * 2 - self.reward_bias) * self.reward_scaling
             exchange.reward = as_number("reward", shaped)
-        exchange.success = bool(score)
         is_last = len(conversation.exchanges) == self.num_turns
-        if is_last or (score and self.stop_on_success) or (has_ended and self.stop_on_terminated):
+        is_over = has_ended and self.stop_on_terminated
+        if is_last or is_over or (exchange.success and self.stop_on_success):
             return None
         return self._feedback_ids[exchange.success]
 
-    async def log(self, conversation: Conversation) -> None:
-        """Log the answers, if there is a folder for them; every token is decoded once."""
+    async def converse(self, conversation: Conversation, observation: list[int] | None) -> None:
+        """Run the turns, and log the answers if there is a folder for them."""
+        await super().converse(conversation, observation)
         if self.answer_save_path is None:
             return
-        logged: list[LoggedTurn] = []
-        end, prompt_text = 0, ""
         try:
-            for exchange in conversation.exchanges:
-                start, turn = len(exchange.turn.prompt_ids), exchange.turn
-                prompt_text += self.decode(conversation.token_ids[end:start])
-                logged.append(
-                    LoggedTurn(
-                        turn=len(logged),
-                        prompt_text=prompt_text,
-                        completion_text=exchange.text,
-                        prompt_len=start,
-                        answer_len=len(exchange.ids),
-                        success=exchange.success,
-                        reward=exchange.reward,
-                        version_start=turn.version_start,
-                        version_end=turn.version_end,
-                    )
-                )
-                prompt_text += self.decode(exchange.ids.tolist())
-                end = start + len(exchange.ids)
-            await AnswerLog(self.answer_save_path).write(conversation.qid, logged)
+            prompts = [self.decode([*turn.turn.prompt_ids]) for turn in conversation.exchanges]
+            await asyncio.to_thread(
+                log_answers,
+                self.answer_save_path,
+                conversation.qid,
+                [*zip(prompts, conversation.exchanges, strict=True)],
+            )
         except Exception as error:  # noqa: BLE001 - a tokenizer may raise anything, too
             name = repr(conversation.qid)
             logger.warning(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from trajpack.agent.agents.chat_agent import ChatAgent, OldThoughts
+from trajpack.agent.agents.chat_agent import ChatAgent
 from trajpack.agent.agents.chat_messages import ChatMessages
-from trajpack.agent.agents.conversation import Conversation, ConversationLimits, Exchange
+from trajpack.agent.agents.conversation import Conversation, Exchange
 from trajpack.agent.agents.tool_calls import (
     FORMS,
     ToolCall,
@@ -30,6 +31,7 @@ _PROBES: tuple[dict[str, Any], ...] = (
 """Arguments of two calls that a reader must find in what the template renders of them."""
 
 
+@dataclass(eq=False, repr=False)
 class ToolAgent(ChatAgent):
     """Lets the model call tools turn by turn, until a completion has no call in it.
 
@@ -38,11 +40,11 @@ class ToolAgent(ChatAgent):
     what that says. What is in thoughts is no call. A call that is malformed, of no tool, with wrong
     arguments, too slow or that raises is answered with a line that says so.
 
-    Args:
+    Attributes:
         gconfig: Sampling parameters.
         tokenizer: A Hugging Face tokenizer with a chat template, or the local folder of one.
         tools: Tools that the model may call.
-        limits: Limits of each conversation; None takes the default ones.
+        limits: Limits of each conversation.
         turn_discount: Discount from one turn to the next, stored in the trajectory.
         old_thoughts: Whether later prompts ``"keep"`` thoughts or ``"drop"`` them.
         max_calls: Calls in one turn at most.
@@ -65,50 +67,34 @@ class ToolAgent(ChatAgent):
 
     role = None
 
-    def __init__(  # noqa: PLR0913 - the first three are its parts, the others are options
-        self,
-        gconfig: Any,
-        tokenizer: Any,
-        tools: Sequence[Tool],
-        *,
-        limits: ConversationLimits | None = None,
-        turn_discount: float = 1.0,
-        old_thoughts: OldThoughts = "keep",
-        max_calls: int = 8,
-        own_declaration: bool = False,
-        read_calls: str | Callable[[str], list[ToolCall | ToolCallError]] | None = None,
-    ) -> None:
-        super().__init__(
-            gconfig,
-            tokenizer,
-            limits=limits,
-            turn_discount=turn_discount,
-            old_thoughts=old_thoughts,
-        )
-        self.tools = {tool.name: tool for tool in tools}
-        """Tools by name."""
-        if len(self.tools) < len(tools):
-            raise ValueError(f"two tools have one name: {[tool.name for tool in tools]}")
-        if max_calls < 1:
-            raise ValueError(f"max_calls must be at least 1, got {max_calls}")
-        self._max_calls = max_calls
+    tools: Sequence[Tool]
+    _: KW_ONLY
+    max_calls: int = 8
+    own_declaration: bool = False
+    read_calls: str | Callable[[str], list[ToolCall | ToolCallError]] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._tools = {tool.name: tool for tool in self.tools}
+        if len(self._tools) < len(self.tools):
+            raise ValueError(f"two tools have one name: {[tool.name for tool in self.tools]}")
+        if self.max_calls < 1:
+            raise ValueError(f"max_calls must be at least 1, got {self.max_calls}")
         self._name = getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__
-        declared = [tool.declaration for tool in tools]
-        self.messages = ChatMessages(self.tokenizer, [] if own_declaration else declared)
-        if tools and not own_declaration:
-            self._check_declarations()
-        self.read_calls = read_calls
-        if tools and not callable(read_calls):
-            self.read_calls = self._form(read_calls, "hermes" if own_declaration else None)
-        if tools:
-            self.messages.check("tool")
+        if not self.tools:
+            return
+        if not self.own_declaration:
+            plain = self.messages
+            self.messages = ChatMessages(self.tokenizer, [tool.declaration for tool in self.tools])
+            self._check_declarations(plain)
+        if not callable(self.read_calls):
+            self.read_calls = self._form(
+                self.read_calls, "hermes" if self.own_declaration else None
+            )
+        self.messages.check("tool")
 
-    def _check_declarations(self) -> None:
-        """Raise unless the chat template names each tool more often than without tools.
-
-        Raises:
-            ValueError: If it does not, or a conversation has no form with tools.
-        """
+    def _check_declarations(self, plain: ChatMessages) -> None:
+        """Raise unless the chat template names each tool more often than without tools."""
         remedy = "declare them in the prompts and say own_declaration=True"
         try:
             with_tools = self.messages.text(_GREETING, is_asking=True)
@@ -118,8 +104,8 @@ class ToolAgent(ChatAgent):
             ) from error
         without = ""
         with suppress(Exception):  # some have no form without tools
-            without = ChatMessages(self.tokenizer).text(_GREETING, is_asking=True)
-        if hidden := unnamed_tools(self.tools, with_tools, without):
+            without = plain.text(_GREETING, is_asking=True)
+        if hidden := unnamed_tools(self._tools, with_tools, without):
             fault = "does not name all tools" if len(hidden) < len(self.tools) else "ignores tools"
             raise ValueError(
                 f"the chat template of {self._name} {fault}: the model would not be told of "
@@ -128,7 +114,7 @@ class ToolAgent(ChatAgent):
 
     def _form(self, name: str | None, default: str | None) -> str:
         """Return the form of calls that the chat template renders, which must be that of a name."""
-        first, said = next(iter(self.tools)), ""
+        first, said = next(iter(self._tools)), ""
         calls = [ToolCall(first, arguments) for arguments in _PROBES]
         forms = [form.names.split()[0] for form in FORMS] if name is None else [name]
         for made, said in self.messages.calling(calls):
@@ -143,12 +129,18 @@ class ToolAgent(ChatAgent):
             f"{one_line(repr(said[-200:]))}; say read_calls= with a function that reads its calls"
         )
 
+    async def converse(self, conversation: Conversation, observation: list[int] | None) -> None:
+        """Call tools until there is no call or no turn left, and judge the last turn."""
+        await super().converse(conversation, observation)
+        is_cut = conversation.truncated
+        await conversation.judge(conversation.exchanges[-1])
+        conversation.truncated = is_cut or conversation.truncated
+
     async def respond(self, conversation: Conversation, exchange: Exchange) -> list[int] | None:
-        """Return the tools' answers to the calls in a completion; judge the last turn instead."""
+        """Return the tools' answers to the calls in a completion; None if there are none."""
         with conversation.guard("its calls could not be read"):
             calls = self.calls(exchange.turn.prompt_ids, exchange.ids)
         if not calls:
-            await self._judge(conversation, exchange)
             return None
         if len(conversation.exchanges) >= self.limits.max_turns:
             return []
@@ -159,14 +151,6 @@ class ToolAgent(ChatAgent):
                 exchange.ids.tolist(), "tool", answers, calls=calls, has_ended=has_ended
             )
 
-    async def cut_off(self, conversation: Conversation) -> None:
-        """Judge the last turn, whose calls have no answers that it could read."""
-        await self._judge(conversation, conversation.exchanges[-1])
-
-    async def _judge(self, conversation: Conversation, exchange: Exchange) -> None:
-        exchange.reward, _ = await conversation.judge(exchange.text)
-        exchange.success = exchange.reward > 0
-
     def calls(self, prompt_ids: Any, completion_ids: Any) -> list[ToolCall | ToolCallError]:
         """Return the calls in a completion; its prompt may have opened thoughts."""
         text = self.messages.said(prompt_ids, completion_ids)
@@ -175,14 +159,14 @@ class ToolAgent(ChatAgent):
         return tool_calls(
             text,
             self.read_calls,
-            schemas={name: tool.parameters["properties"] for name, tool in self.tools.items()},
-            max_calls=self._max_calls,
+            schemas={name: tool.parameters["properties"] for name, tool in self._tools.items()},
+            max_calls=self.max_calls,
         )
 
     async def _answer(self, conversation: Conversation, call: ToolCall | ToolCallError) -> str:
         if isinstance(call, ToolCallError):
             return f"error: {call}"
-        if call.name not in self.tools:
-            return f"error: there is no such tool; tools: {', '.join(self.tools)}"
+        if call.name not in self._tools:
+            return f"error: there is no such tool; tools: {', '.join(self._tools)}"
         with conversation.guard("a tool failed"):
-            return await self.tools[call.name].call(call.arguments)
+            return await self._tools[call.name].call(call.arguments)

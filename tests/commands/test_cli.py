@@ -26,7 +26,7 @@ import trajpack
 from tests.commands.command import Done, call, refusal, signal_before
 from tests.support.warm_programs import WarmPrograms
 from trajpack import PackedBatch, Trajectory, Turn, load, load_tree, pack, save
-from trajpack.agent.agents.answer_log import AnswerLog
+from trajpack.agent.agents.answer_log import log_answers
 from trajpack.agent.agents.math_multi_turn import MathMultiTurnAgent
 from trajpack.agent.environments.math_verify import MathVerifyEnvironment
 from trajpack.agent.environments.questions import arithmetic_questions
@@ -246,11 +246,11 @@ def test_a_kind_of_warning_is_one_line_and_a_silence_is_said_each_time(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     handler = rollout._FirstOfEachKind()
-    for name in (AnswerLog.__module__, silence.__name__):
+    for name in (log_answers.__module__, silence.__name__):
         for number in (1, 2):
             level = logging.WARNING
             handler.emit(logging.LogRecord(name, level, "", 0, f"of {name} %d", (number,), None))
-    said = [f"of {AnswerLog.__module__} 1", *(f"of {silence.__name__} {k}" for k in (1, 2))]
+    said = [f"of {log_answers.__module__} 1", *(f"of {silence.__name__} {k}" for k in (1, 2))]
     assert capsys.readouterr().err.splitlines() == [f"trajpack: {line}" for line in said]
 
 

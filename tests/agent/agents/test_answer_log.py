@@ -1,14 +1,16 @@
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from trajpack.agent.agents.answer_log import AnswerLog, LoggedTurn, answer_file_name
+from trajpack.agent.agents.answer_log import answer_file_name, log_answers
+from trajpack.agent.agents.conversation import Exchange
+from trajpack.packing.types import Turn
 
 parts = [
     *"aA./%~\\- \0\ud800",
@@ -27,23 +29,20 @@ any_qid = st.one_of(
 )
 
 
-def logged(turn: int = 0, **changes: Any) -> LoggedTurn:
-    fields: dict[str, Any] = {
-        "turn": turn,
-        "prompt_text": "1 + 1?",
-        "completion_text": "2",
-        "prompt_len": 4,
-        "answer_len": 1,
-        "success": True,
-        "reward": 1.0,
-        "version_start": 0,
-        "version_end": 0,
-    }
-    return LoggedTurn(**(fields | changes))
+def logged(
+    prompt: str = "1 + 1?",
+    text: str = "2",
+    *,
+    success: bool = True,
+    reward: float = 1.0,
+    **versions: int,
+) -> tuple[str, Exchange]:
+    turn = Turn([1, 2, 3, 4], [5], [-0.5], **versions)
+    return prompt, Exchange(turn, np.array([5], np.int32), text, success, reward)
 
 
-def write(folder: Path, qid: str, *turns: LoggedTurn) -> None:
-    asyncio.run(AnswerLog(folder).write(qid, turns))
+def write(folder: Path, qid: str, *turns: tuple[str, Exchange]) -> None:
+    log_answers(folder, qid, turns)
 
 
 def files(folder: Path) -> list[str]:
@@ -51,8 +50,8 @@ def files(folder: Path) -> list[str]:
 
 
 def test_each_version_gets_a_folder_with_its_turns_in_order(tmp_path: Path) -> None:
-    turns = [logged(0, version_start=2, version_end=10), logged(1, version_start=10, reward=-0.5)]
-    write(tmp_path, "q0@0", *turns, logged(2, version_start=10, success=False))
+    turns = [logged(version_start=2, version_end=10), logged(version_start=10, reward=-0.5)]
+    write(tmp_path, "q0@0", *turns, logged(version_start=10, success=False))
     assert files(tmp_path) == ["10/q0@0.jsonl", "10/q0@0.txt", "2/q0@0.jsonl", "2/q0@0.txt"]
     lines = [json.loads(line) for line in (tmp_path / "10/q0@0.jsonl").read_text().splitlines()]
     assert [(line["turn"], line["success"]) for line in lines] == [(1, True), (2, False)]
@@ -69,7 +68,7 @@ def test_each_version_gets_a_folder_with_its_turns_in_order(tmp_path: Path) -> N
 
 
 def test_the_text_file_shows_prompt_and_answer_of_each_turn(tmp_path: Path) -> None:
-    write(tmp_path, "q0@0", logged(prompt_text="1 + 1?\nSay it."))
+    write(tmp_path, "q0@0", logged("1 + 1?\nSay it."))
     assert (tmp_path / "0/q0@0.txt").read_text() == (
         "q0@0 turn 0: versions 0 to 0, right, reward 1\n"
         "prompt (4 tokens):\n    1 + 1?\n    Say it.\n"
@@ -78,8 +77,8 @@ def test_the_text_file_shows_prompt_and_answer_of_each_turn(tmp_path: Path) -> N
 
 
 def test_a_later_episode_of_the_same_id_replaces_the_earlier(tmp_path: Path) -> None:
-    write(tmp_path, "q0", logged(0), logged(1))
-    write(tmp_path, "q0", logged(0))
+    write(tmp_path, "q0", logged(), logged())
+    write(tmp_path, "q0", logged())
     assert len((tmp_path / "0/q0.jsonl").read_text().splitlines()) == 1
     assert files(tmp_path) == ["0/q0.jsonl", "0/q0.txt"]
 
@@ -90,7 +89,7 @@ def test_no_text_can_forge_a_line(
     tmp_path_factory: pytest.TempPathFactory, text: str, qid: str
 ) -> None:
     folder = tmp_path_factory.mktemp("log")
-    write(folder, qid, logged(prompt_text=text, completion_text=text))
+    write(folder, qid, logged(text, text))
     name = answer_file_name(qid)
     jsonl = (folder / f"0/{name}.jsonl").read_text()
     assert jsonl.count("\n") == 1
@@ -130,15 +129,14 @@ def test_plain_ids_keep_their_name() -> None:
 
 
 def test_a_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_text = Path.write_text
-
-    def fail(path: Path, *args: Any, **options: Any) -> int:
+    def fail(path: Path, *args: Any) -> Any:
         if ".jsonl" in path.name:
-            write_text(path, "half", **options)
+            with open(path, "w") as file:
+                file.write("half")
             raise OSError("full")
-        return write_text(path, *args, **options)
+        return open(path, *args)
 
-    monkeypatch.setattr(Path, "write_text", fail)
+    monkeypatch.setattr(Path, "open", fail)
     with pytest.raises(OSError, match="full"):
         write(tmp_path, "../q0", logged())
     assert files(tmp_path) == [f"0/{answer_file_name('../q0')}.txt"]

@@ -52,13 +52,18 @@ def episode(outcome: Any = None, prompt_ids: Any = (5, 6), **how: Any) -> Conver
     return Conversation(Prompt("apple@2", prompt_ids), Judge(outcome, **how), generate)
 
 
+def answer(text: str) -> Exchange:
+    return Exchange(Turn([1], [2], [-0.5]), np.array([2], np.int32), text)
+
+
 def test_the_prompts_of_turns_are_views_of_one_conversation() -> None:
     async def body() -> Any:
         held = episode()
         await held.begin()
-        first = await held.ask(None)
+        first = await held.ask(None, ConversationLimits())
+        assert first is not None
         held.token_ids += [9]
-        await held.ask(None)
+        await held.ask(None, ConversationLimits())
         first.reward = 1.0
         return held.trajectory(0.5)
 
@@ -85,7 +90,8 @@ def test_a_prompt_that_is_no_prompt_is_refused(prompt_ids: list[int], message: s
 def test_a_failing_environment_is_the_cause_of_the_error() -> None:
     failure, kind = ZeroDivisionError("oh"), EnvironmentFailedError
     reason = "'apple@2': turn 0: the environment's {} failed: .*oh"
-    for call, name in ((episode(failure).judge("2"), "step"), (episode(failure).begin(), "reset")):
+    failing = episode(failure)
+    for call, name in ((failing.judge(answer("2")), "step"), (failing.begin(), "reset")):
         with pytest.raises(kind, match=reason.format(name)) as caught:
             asyncio.run(call)
         assert caught.value.__cause__ is failure
@@ -104,14 +110,16 @@ def test_an_environment_must_return_one_success_and_one_end(
 ) -> None:
     expected = f"'apple@2': turn 0: .*environment.*{words}"
     with pytest.raises(EnvironmentFailedError, match=expected):
-        asyncio.run(episode(outcome, ended=ended).judge("2"))
+        asyncio.run(episode(outcome, ended=ended).judge(answer("2")))
 
 
 @pytest.mark.parametrize("success", [True, 1, 1.0, np.bool_(True), np.float32(1), np.array(1)])
 @pytest.mark.parametrize("kind", [list, tuple, np.array])
 def test_successes_may_be_of_any_kind(success: Any, kind: Any) -> None:
-    score, ended = asyncio.run(episode(kind([success]), ended=np.bool_(False)).judge("2"))
-    assert (type(score), score, ended) == (float, 1.0, False)
+    judged = answer("2")
+    ended = asyncio.run(episode(kind([success]), ended=np.bool_(False)).judge(judged))
+    assert (type(judged.reward), judged.reward, judged.success) == (float, 1.0, True)
+    assert ended is False
 
 
 def test_an_action_is_a_pair_that_knows_its_task() -> None:
@@ -156,8 +164,7 @@ class Chatty(ChatAgent):
     """Is answered with one token, and asks again until its environment ends it."""
 
     async def respond(self, conversation: Conversation, exchange: Exchange) -> list[int] | None:
-        exchange.reward, has_ended = await conversation.judge(exchange.text)
-        return None if has_ended else [ord("!")]
+        return None if await conversation.judge(exchange) else [ord("!")]
 
 
 PROMPT = Prompt("q@0", [ord("?")] * 10)

@@ -363,7 +363,7 @@ def test_the_tiny_models_template_tells_of_each_tool_in_one_system_message() -> 
         text = tokenizer.decode(agent.prompt_ids(messages))
         first, second, last = text.split("<|im_end|>\n")
         assert first.startswith("<|im_start|>system\n" + "Be brief.\n\n" * len(system))
-        assert json.loads(first.splitlines()[-1]) == agent.tools["add"].declaration["function"]
+        assert json.loads(first.splitlines()[-1]) == agent.tools[0].declaration["function"]
         assert (second, last) == ("<|im_start|>user\ngo", "<|im_start|>assistant\n")
 
 

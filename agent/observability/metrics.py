@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trajpack.agent.errors import CAUSES, EpisodeError
@@ -20,11 +20,10 @@ if TYPE_CHECKING:
     from trajpack.packing.batch.batch import PackedBatch
     from trajpack.packing.plan.plan import Plan
 
-OTHER = "other"
-"""Label of an unknown cause or group outcome."""
+OTHER = "other"  # a cause of a caller's own
 LABELS = {
     "cause": (*sorted(CAUSES), OTHER),
-    "outcome": ("kept", "failed", "incomplete", "filtered", OTHER),
+    "outcome": ("kept", "failed", "incomplete", "filtered"),
     "stage": ("generation", "verification"),
     "reason": ("pause", "room", "slot", "staleness"),
 }
@@ -91,147 +90,117 @@ class RolloutMetrics(RolloutObserver):
 
     Args:
         registry: Registry of the metrics; a new one if None.
-        clock: Monotonic seconds.
 
     Raises:
         ModuleNotFoundError: If prometheus_client is not installed (extra ``metrics``).
         ValueError: If ``registry`` has metrics of these names already.
-
-    Example:
-        >>> metrics = RolloutMetrics()
-        >>> metrics.episode_started("q0@0", 0)
-        >>> metrics.registry.get_sample_value("trajpack_episodes_in_flight")
-        1.0
     """
 
     registry: CollectorRegistry  # holds the metrics
 
-    def __init__(
-        self,
-        registry: CollectorRegistry | None = None,
-        *,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
         require("prometheus_client")
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
         self.registry = CollectorRegistry() if registry is None else registry
-        self._clock = clock
-        self._open: dict[str, dict[tuple[str, int], float]] = {}
-        """Begin of each running episode, and of its stages of turns in flight."""
-        self._ended: dict[str, float] = {}
-        """End of episodes whose result was not taken yet."""
-        self._failed: dict[str, float] = {}
-        """Last failure of episodes that begin again."""
+        self._began: dict[str, dict[tuple[str, int], float]] = {}
+        """Of each episode, when what goes on began: itself, stages of its turns, or a wait."""
         self._series: dict[str | tuple[str, str], Any] = {}
         """Each metric by its name, and by name and label value if it has a label."""
         for name, meaning, label, buckets in _FAMILIES:
-            labels = [label] if label else []
             kind: Any = Gauge if name in _GAUGES else Counter
-            options: dict[str, Any] = {"registry": self.registry}
             if buckets:
-                kind, options = Histogram, options | {"buckets": buckets}
-            family = kind(f"trajpack_{name}", meaning, labels, **options)
+                kind = partial(Histogram, buckets=buckets)
+            labels = [label] if label else []
+            family = kind(f"trajpack_{name}", meaning, labels, registry=self.registry)
             if label is None:
                 self._series[name] = family
             else:  # made now, at 0: a rate needs a first value
                 self._series |= {(name, value): family.labels(value) for value in LABELS[label]}
-        of = self._series  # scrapes run in another thread: list() copies in one step
-        of["episodes_in_flight"].set_function(lambda: len(self._open))
-        of["results_waiting"].set_function(lambda: len(self._ended))
+        of = self._series
+        of["episodes_in_flight"].set_function(partial(self._count, "episode"))
+        of["results_waiting"].set_function(partial(self._count, "result_wait"))
         for stage in LABELS["stage"]:
-            of["turns_in_flight", stage].set_function(partial(self._count_in_flight, stage))
+            of["turns_in_flight", stage].set_function(partial(self._count, stage))
 
-    def _count_in_flight(self, stage: str) -> int:
-        return sum(kind == stage for times in list(self._open.values()) for kind, _ in list(times))
+    def _count(self, stage: str) -> int:
+        # scrapes run in another thread: list() copies in one step
+        return sum(kind == stage for began in list(self._began.values()) for kind, _ in list(began))
 
     def _begin(self, qid: str, stage: str, turn: int) -> None:
-        if qid in self._open:
-            self._open[qid].setdefault((stage, turn), self._clock())
+        began = self._began.get(qid, {})
+        if ("episode", 0) in began:
+            began.setdefault((stage, turn), perf_counter())
 
-    def _end(self, qid: str, stage: str, turn: int) -> None:
-        began = self._open.get(qid, {}).pop((stage, turn), None)
+    def _end(self, qid: str, stage: str, turn: int = 0) -> None:
+        began = self._began.get(qid, {}).pop((stage, turn), None)
         if began is not None:
-            self._series[f"{stage}_seconds"].observe(self._clock() - began)
+            self._series[f"{stage}_seconds"].observe(perf_counter() - began)
+
+    def _count_error(self, name: str, error: BaseException) -> None:
+        cause = getattr(error, "cause", OTHER)
+        self._series[name, cause if cause in CAUSES else OTHER].inc()
 
     def episode_started(self, qid: str, attempt: int) -> None:
-        """Take the time, and measure the wait since a failed attempt."""
-        self._ended.pop(qid, None)
-        self._open[qid] = {}
-        self._begin(qid, "episode", 0)
-        if (failed := self._failed.pop(qid, None)) is not None:
-            self._series["retry_wait_seconds"].observe(self._clock() - failed)
+        self._end(qid, "retry_wait")
+        self._began[qid] = {("episode", 0): perf_counter()}
 
     def wait_ended(self, reason: str, seconds: float) -> None:
-        """Measure the wait."""
-        if reason in LABELS["reason"]:
-            self._series["queue_wait_seconds", reason].observe(seconds)
+        self._series["queue_wait_seconds", reason].observe(seconds)
 
     def generation_started(self, qid: str, turn: int, num_prompt_tokens: int) -> None:
-        """Take the time."""
         self._begin(qid, "generation", turn)
 
     def generation_ended(self, qid: str, turn: int, reply: GenerationOutput | EpisodeError) -> None:
-        """Count the turn, its tokens and its time, or its error."""
         self._end(qid, "generation", turn)
-        of = self._series
         if not isinstance(reply, GenerationOutput):
-            of["generation_errors", _cause(reply)].inc()
+            self._count_error("generation_errors", reply)
             return
+        of = self._series
         of["turns"].inc()
         of["generated_tokens"].inc(len(reply.output_ids))
         of["truncated_turns"].inc(bool(reply.no_eos))
         of["prompt_tokens"].inc(len(reply.prompt_ids))
 
     def verification_started(self, qid: str, turn: int) -> None:
-        """Take the time."""
         self._begin(qid, "verification", turn)
 
     def verification_ended(self, qid: str, turn: int, error: BaseException | None) -> None:
-        """Measure its time, and count an error."""
         self._end(qid, "verification", turn)
         self._series["verification_errors"].inc(error is not None)
 
     def episode_ended(
         self, qid: str, attempt: int, error: Exception | None, *, final: bool
     ) -> None:
-        """Count the attempt by its outcome; none of its turns is in flight any more."""
-        self._end(qid, "episode", 0)
-        self._open.pop(qid, None)
+        self._end(qid, "episode")
+        self._began.pop(qid, None)  # also the wait of a result that was stale at its hand-over
         if error is None:
             self._series["episodes_finished"].inc()
-            self._ended[qid] = self._clock()
-            return
-        self._ended.pop(qid, None)  # its result was stale at the hand-over
-        self._series["episodes_failed" if final else "episode_retries", _cause(error)].inc()
-        if not final:
-            self._failed[qid] = self._clock()
+        else:
+            self._count_error("episodes_failed" if final else "episode_retries", error)
+        if error is None or not final:
+            wait = "result_wait" if error is None else "retry_wait"
+            self._began[qid] = {(wait, 0): perf_counter()}
 
     def result_accepted(self, result: EpisodeResult, version: int) -> None:
-        """Measure the wait of the result, and the age of its tokens."""
+        self._end(result.qid, "result_wait")
+        self._began.pop(result.qid, None)
         of = self._series
-        if (ended := self._ended.pop(result.qid, None)) is not None:
-            of["result_wait_seconds"].observe(self._clock() - ended)
         of["policy_version"].set(version)
-        turns = [turn for trajectory in result.trajectories for turn in trajectory.turns]
-        of["accepted_turns"].inc(len(turns))
-        of["rewarded_turns"].inc(sum(turn.reward > 0 for turn in turns))
-        for turn in turns:
+        of["accepted_turns"].inc(len(result.turns))
+        of["rewarded_turns"].inc(sum(turn.reward > 0 for turn in result.turns))
+        for turn in result.turns:
             if len(turn.completion_ids):
-                oldest = turn.version_start
-                if turn.version_spans is not None:
-                    _, oldest, _ = merge_spans(turn.version_spans, oldest, turn.version_end)
+                _, oldest, _ = merge_spans(turn.version_spans, turn.version_start, turn.version_end)
                 of["staleness_versions"].observe(max(version - oldest, 0))
 
     def group_ended(
         self, prompt_id: str, results: Sequence[EpisodeResult], reason: str | None
     ) -> None:
-        """Count the group by its outcome."""
-        outcome = "kept" if reason is None else reason.split(maxsplit=1)[0].rstrip(":")
-        self._series["groups", outcome if outcome in LABELS["outcome"] else OTHER].inc()
-        if reason is not None:
-            for result in results:
-                self._ended.pop(result.qid, None)
+        outcome = "kept" if reason is None else reason.partition(":")[0]
+        self._series["groups", outcome].inc()
+        for result in () if reason is None else results:
+            self._began.pop(result.qid, None)
 
     def pack_ended(self, batch: PackedBatch, seconds: float, plan: Plan | None = None) -> None:
         """Count a packed batch that took ``seconds`` on the host, and the fill of its plan."""
@@ -250,10 +219,4 @@ class RolloutMetrics(RolloutObserver):
 
     def close(self) -> None:
         """Forget open episodes and waiting results, such as those of an abandoned run."""
-        for values in (self._open, self._ended, self._failed):
-            values.clear()
-
-
-def _cause(error: BaseException) -> str:
-    cause = error.cause if isinstance(error, EpisodeError) else OTHER
-    return cause if cause in CAUSES else OTHER
+        self._began.clear()

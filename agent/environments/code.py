@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trajpack.agent.environments.judging import JudgingEnvironment
 from trajpack.agent.environments.program_runner import BubblewrapRunner
+from trajpack.agent.environments.questions import JudgingEnvironment
 from trajpack.packing.representation import brief_repr
 
 RunProgram = Callable[[str, str], Awaitable[tuple[str, str]]]
@@ -49,7 +49,7 @@ class CodeProblem:
             raise ValueError(f"problem {self.id!r} has no cases")
 
 
-class CodeEnvironment(JudgingEnvironment[CodeProblem]):
+class CodeEnvironment(JudgingEnvironment):
     """Judges the last fenced Python block of an answer by the cases of its problem.
 
     Each case is a program of its own. Expected results stay in this process: a program cannot read
@@ -83,7 +83,7 @@ class CodeEnvironment(JudgingEnvironment[CodeProblem]):
         self._idle = asyncio.Semaphore(workers)
 
     async def _judge(
-        self, asked: CodeProblem, qid: str, answers: Sequence[str]
+        self, asked: CodeProblem, answers: Sequence[str]
     ) -> tuple[list[bool], dict[str, Any]]:
         outcomes = []
         for answer in answers:

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trajpack.agent.environments import answer_worker
-from trajpack.agent.environments.judging import JudgingEnvironment
-from trajpack.agent.environments.questions import Question
+from trajpack.agent.environments.questions import JudgingEnvironment, Question
 from trajpack.packing.optional import require
 
 SCRIPT = Path(answer_worker.__file__)
@@ -29,7 +28,7 @@ _MAX_ANSWER_CHARS = 16_384
 _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE}
 
 
-class MathVerifyEnvironment(JudgingEnvironment[Question]):
+class MathVerifyEnvironment(JudgingEnvironment):
     """Judges final answers by math-verify, or by reasoning-gym for questions of its tasks.
 
     It must be closed, by `close` or ``async with``. Worker processes check the answers. They start
@@ -78,7 +77,7 @@ class MathVerifyEnvironment(JudgingEnvironment[Question]):
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="trajpack-answers")
 
     async def _judge(
-        self, asked: Question, qid: str, answers: Sequence[str]
+        self, asked: Question, answers: Sequence[str]
     ) -> tuple[list[bool], dict[str, Any]]:
         self._refuse_if_closed()
         gym = (asked.gym_task, asked.gym_entry) if asked.gym_task else None
@@ -90,7 +89,7 @@ class MathVerifyEnvironment(JudgingEnvironment[Question]):
             verdicts = await asyncio.gather(*checks)
         except RuntimeError as error:
             self._refuse_if_closed()
-            raise RuntimeError(f"step: an answer to {qid!r} was not checked: {error}") from error
+            raise RuntimeError(f"step: an answer was not checked: {error}") from error
         cut_short = {
             "timed_out": [verdict == TIMED_OUT for verdict in verdicts],
             "failed": [verdict == answer_worker.FAILED for verdict in verdicts],

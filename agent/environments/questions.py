@@ -1,4 +1,4 @@
-"""Questions with known answers, drawn or from a file, and their comparison as text."""
+"""Questions with known answers, drawn or from a file, and the base of environments that judge."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 
-from trajpack.agent.environments.judging import JudgingEnvironment
+from trajpack.agent.protocols import Action
 from trajpack.packing.optional import require
 from trajpack.packing.representation import brief_repr
 
@@ -107,23 +107,25 @@ def _parse(fields: Any, default_id: str) -> Question:
                 "expected 'prompt' and 'solutions', a list, or 'question' and 'answer', "
                 f"got {fields!r:.120}"
             )
-    chat = _asked_by_user(asked) if isinstance(asked, str) else asked
+    chat = _user(asked) if isinstance(asked, str) else asked
     try:
-        messages = tuple({key: one[key] for key in ("role", "content")} for one in chat)
-    except (TypeError, KeyError):
-        raise ValueError(f"expected a text or a list of messages, got {asked!r:.120}") from None
-    texts = [*solutions, *(text for message in messages for text in message.values())]
-    if not all(isinstance(text, str) and text.strip() for text in texts):
-        raise ValueError(f"expected strings that are not empty, got {fields!r:.120}")
-    if not messages or messages[-1]["role"] == "assistant":
-        raise ValueError(f"expected messages that end with a question, got {asked!r:.120}")
+        messages = tuple({key: message[key] for key in ("role", "content")} for message in chat)
+        texts = [*solutions, *(text for message in messages for text in message.values())]
+        is_valid = all(text.strip() for text in texts) and messages[-1]["role"] != "assistant"
+    except (AttributeError, IndexError, KeyError, TypeError):
+        is_valid = False
+    if not is_valid:
+        raise ValueError(
+            "expected a text or messages that end with a question, and no empty strings, "
+            f"got {fields!r:.120}"
+        )
     id, task_id = fields.get("id", default_id), fields.get("task_id")
     if type(id) not in (str, int) or (task_id is not None and type(task_id) is not int):
         raise ValueError(f"id must be a name and task_id an integer, got {id!r} and {task_id!r}")
     return Question(str(id), messages, tuple(solutions), task_id)
 
 
-def _asked_by_user(text: str) -> tuple[Message, ...]:
+def _user(text: str) -> tuple[Message, ...]:
     return ({"role": "user", "content": text},)
 
 
@@ -143,7 +145,7 @@ def arithmetic_questions(size: int, seed: int) -> list[Question]:
     sums = draw.integers(2, 10, size)  # so that an answer is one digit and one token
     lefts = draw.integers(1, sums)
     return [
-        Question(f"sum-{i}", _asked_by_user(f"{left}+{total - left}"), (str(total),))
+        Question(f"sum-{i}", _user(f"{left}+{total - left}"), (str(total),))
         for i, (left, total) in enumerate(zip(lefts.tolist(), sums.tolist(), strict=True))
     ]
 
@@ -162,7 +164,7 @@ def reasoning_gym_questions(name: str = "chain_sum", *, size: int, seed: int) ->
     return [
         Question(
             f"{name}-{seed}-{i}",
-            _asked_by_user(entry["question"]),
+            _user(entry["question"]),
             () if entry["answer"] is None else (str(entry["answer"]),),
             gym_task=name,
             gym_entry=entry,
@@ -171,7 +173,59 @@ def reasoning_gym_questions(name: str = "chain_sum", *, size: int, seed: int) ->
     ]
 
 
-class ExactAnswerEnvironment(JudgingEnvironment[Question]):
+class JudgingEnvironment:
+    """Judges answers, each by itself. One environment serves any number of episodes at once.
+
+    An action is an `Action`, or a tuple ``(qid, answers)``: its question is the one that the task
+    is called after, or else the ``qid``.
+    """
+
+    def __init__(self, asked: Iterable[Any], kind: str) -> None:
+        self._kind = kind
+        self._by_id: dict[str, Any] = {}
+        for question in asked:
+            if question.id in self._by_id:
+                raise ValueError(f"{kind} id {question.id!r} appears twice")
+            self._by_id[question.id] = question
+
+    async def reset(self) -> tuple[None, dict[str, Any]]:
+        """Start an episode; has no effect."""
+        return None, {}
+
+    async def step(
+        self, action: tuple[str, Sequence[str]]
+    ) -> tuple[None, list[bool], bool, bool, dict[str, Any]]:
+        """Return ``(None, successes, True, False, info)``, with one success per answer.
+
+        Raises:
+            ValueError: If no question has this ``qid``.
+            TypeError: If the answers are not a list of strings.
+            RuntimeError: If an answer could not be judged; not a verdict on the answer.
+        """
+        qid, answers = action
+        asked = self._by_id.get(Action(qid, answers).task, self._by_id.get(qid))
+        if asked is None:
+            raise ValueError(f"step: no {self._kind} has the id {qid!r}")
+        if isinstance(answers, str) or not all(isinstance(answer, str) for answer in answers):
+            raise TypeError(f"step: the answers to {qid!r} must be a list of strings")
+        successes, info = await self._judge(asked, answers)
+        return None, successes, True, False, info
+
+    async def close(self) -> None:
+        """Release everything, and wait for it. A `step` in progress raises."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    async def _judge(self, asked: Any, answers: Sequence[str]) -> tuple[list[bool], dict[str, Any]]:
+        """Return a success for each answer, and info."""
+        raise NotImplementedError
+
+
+class ExactAnswerEnvironment(JudgingEnvironment):
     """Judges an answer right if it equals one of the question's solutions as text.
 
     Surrounding space is ignored, and ``info`` of a step is empty. `MathVerifyEnvironment` compares
@@ -192,7 +246,7 @@ class ExactAnswerEnvironment(JudgingEnvironment[Question]):
                 raise ValueError(f"question {question.id!r} has no solutions to compare with")
 
     async def _judge(
-        self, asked: Question, qid: str, answers: Sequence[str]
+        self, asked: Question, answers: Sequence[str]
     ) -> tuple[list[bool], dict[str, Any]]:
         solutions = {solution.strip() for solution in asked.solutions}
         return [answer.strip() in solutions for answer in answers], {}

@@ -63,11 +63,8 @@ LANES = tl.constexpr(32)
 """Most segments of a program; lanes that fold the effects of rows."""
 FILLED = tl.constexpr(4)
 """Blocks of a program that fills with 0."""
-GROUP = tl.constexpr(16)
-"""Rows that a lane folds one after another."""
 AT_ONCE = tl.constexpr(4)
-"""Rows of a lane whose effects V-trace loads together; other kinds load all of a lane's. The
-compiler's time grows with the square of the loads, and V-trace has five a row."""
+"""Rows of a lane whose effects are loaded together."""
 
 CARRY, CARRY_DROP, COMPACT, IGNORE, MULTIPLY, RESET = (
     tl.constexpr(number) for number in range(len(OBSERVATIONS))
@@ -639,11 +636,16 @@ def effects_kernel(
         laid, lanes, tail, _ = lay_out(inputs, held, number, number, number + 1, SIZES[0])
         states = tl.zeros_like(tail), tl.zeros_like(tail)
         total = no_effect(LANES, FORM)
+        loaded = load_entries(inputs, entries_of(inputs, laid, start, FORM))
         for done in range(0, SIZES[1], SIZES[0]):
             entries = entries_of(inputs, laid, start + done, FORM)
-            loaded = load_entries(inputs, entries)
+            following = loaded
+            if done + SIZES[0] < SIZES[1]:  # the next block is loaded while this one is scanned
+                ahead = entries_of(inputs, laid, start + done + SIZES[0], FORM)
+                following = load_entries(inputs, ahead)
             effect = scan_entries(inputs, (), entries, loaded, lanes, states, FORM)
             total = together(total, effect)
+            loaded = following
         lane = tl.arange(0, LANES)
         for at in tl.static_range(len(total)):
             own = effects + len(total) * window + at + tl.zeros_like(lane)
@@ -654,33 +656,32 @@ def effects_kernel(
 def fold_effects(effects, window, count, states, FORM: tl.constexpr):
     """Return the states behind a row, from the effects of the ``count`` rows behind it.
 
-    ``window`` is that of the segment's last row. A lane composes ``GROUP`` rows.
+    ``window`` is that of the segment's last row. Each lane composes as many neighbours.
     """
-    STEP: tl.constexpr = AT_ONCE if FORM[0] == VTRACE else GROUP
     lane = tl.arange(0, LANES)
-    done = 0
-    while done < count:
-        neutral = no_effect(LANES, FORM)
-        total = neutral
-        for at in range(0, GROUP, STEP):
-            for beside in tl.static_range(STEP):
-                row = done + lane * GROUP + at + beside
-                effect = ()
-                for part in tl.static_range(len(neutral)):
-                    own = effects + (window - row) * len(neutral) + part
-                    effect = effect + (tl.load(own, mask=row < count, other=neutral[part]),)
-                total = together(total, effect)
-        if FORM[0] == VTRACE:
-            total = tl.associative_scan(total, 0, together_of_two)
-        else:
-            total = tl.associative_scan(total, 0, together_of_one)
-        last = tl.full(states[0].shape, LANES - 1, tl.int32)
-        effect = ()
-        for part in tl.static_range(len(total)):
-            effect = effect + (tl.gather(total[part], last, 0),)
-        states = carry_on(effect, states)
-        done += LANES * GROUP
-    return states
+    each = tl.cdiv(count, LANES)
+    neutral = no_effect(LANES, FORM)
+    total = neutral
+    at = 0
+    while at < each:
+        for beside in tl.static_range(AT_ONCE):
+            row = lane * each + at + beside
+            known = (at + beside < each) & (row < count)
+            effect = ()
+            for part in tl.static_range(len(neutral)):
+                own = effects + (window - row) * len(neutral) + part
+                effect = effect + (tl.load(own, mask=known, other=neutral[part]),)
+            total = together(total, effect)
+        at += AT_ONCE
+    if FORM[0] == VTRACE:
+        total = tl.associative_scan(total, 0, together_of_two)
+    else:
+        total = tl.associative_scan(total, 0, together_of_one)
+    last = tl.full(states[0].shape, LANES - 1, tl.int32)
+    effect = ()
+    for part in tl.static_range(len(total)):
+        effect = effect + (tl.gather(total[part], last, 0),)
+    return carry_on(effect, states)
 
 
 @triton.jit

@@ -61,9 +61,9 @@ memory must move. Sectors a load or a store are those of one instruction of a wa
 "at best" is the fewest that hold the bytes asked for.
 
 Registers of a thread, spills and loads in flight are read from the machine code that `ptxas` makes
-of the PTX. Loads in flight are the most loads from global memory that a thread issues before an
-instruction needs one of them. Where a call launches several variants of a kernel, the row has the
-worst.
+of the PTX. Loads in flight are the loads from global memory that a thread issues before an
+instruction needs one of them, in the loop with the fewest; searches aside. Where a call launches
+several variants of a kernel, the row has the worst.
 """
 
 

@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
+from tests.kernels.compiled.compile_machine_code import loads_in_flight
 from tests.ptx import counts
 from tests.ptx.executor import on_executor
-from tests.ptx.machine_code import loads_in_flight
 
 
 @pytest.mark.slow
@@ -67,6 +67,10 @@ def test_each_count_is_compared(name: str, factor: float) -> None:
     assert counts.worse(known, found).keys() == {f"planted: {name}"}
 
 
+LOADS = "LDG.E R4, [R2.64]\nLDG.E R5, [R2.64]\nLDG.E R6, [R2.64]\n"
+ROUND = "".join(f"LDG.E R4, [R2.64]\nFADD R6, R{at}, R6\n" for at in (4, 4, 4))
+
+
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
@@ -75,7 +79,14 @@ def test_each_count_is_compared(name: str, factor: float) -> None:
         ("LDG.E.128 R4, desc[UR4][R2.64]\nLDG.E R8, desc[UR4][R7.64]", 1),
         ("LDG.E.64 R4, desc[UR4][R2.64]\n@P0 STG.E desc[UR4][R2.64], R9\nLDG.E R8, [R2.64]", 2),
         ("IADD3 R4, R2, 0x1, RZ", 0),
+        (f"{LOADS}{ROUND}@P0 BRA -6", 1),
+        (f"{LOADS}{LOADS}FADD R6, R4, R6\n@P0 BRA -7", 6),
+        (f"FADD R6, R4, R6\n{LOADS}@P0 BRA -4", 3),
+        (f"{LOADS}{ROUND}@P0 BRA -6\n@P1 BRA -7", 1),
+        (f"{LOADS}LDG.E R4, [R2.64]\nFADD R6, R4, R6\n@P0 BRA -2", 4),
     ],
 )
-def test_loads_in_flight_end_where_one_is_needed(code: str, expected: int) -> None:
+def test_loads_in_flight_are_those_before_one_is_needed_in_the_worst_loop(
+    code: str, expected: int
+) -> None:
     assert loads_in_flight(code) == expected

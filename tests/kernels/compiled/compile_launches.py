@@ -53,7 +53,7 @@ DEMANDING = {
     "pad_forward": {"3 x 1", "3 x 2"},
     "unpad_forward": {"3 x 1", "3 x 2"},
     "select_forward": {"own and 3 x 1 and 3 x 2 and 3 x 4 and 3 x 8"},
-    "launch": {"reset, float64, a rate each", "chunks, vtrace, in rows"},
+    "launch": {"carry, in rows", "reset, float64, a rate each", "chunks, vtrace, in rows"},
     "scores_forward": {"turns", "given"},
     "spread_forward": {"trajectories and steps", "two of turns"},
     "group_advantages_forward": {

@@ -59,6 +59,15 @@ def test_tokens_are_stored_once_each(compiled: Any) -> None:
         assert variant["stores"] == {4: stores + filled}, variant
 
 
+def test_loads_of_a_block_are_in_flight_together(compiled: Any) -> None:
+    """Those of tokens, and of the rows' effects in the kernel that folds them."""
+    for variant in compiled.variants("effects_kernel") + compiled.variants("scan_kernel"):
+        if compiled.is_nvidia and "chunks" not in scan_of(variant):
+            folds = variant["kernel"] == "scan_kernel" and "in rows" in variant["inputs"]
+            tokens = 2 * share_of(variant) if variant["loads"][1] else share_of(variant)
+            assert variant["in_flight"] >= (6 if folds else tokens), variant
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_kernel_reads(compiled: Any, kernel: str) -> None:
     """Rewards, and values and a mask where there are any; float64 where rewards are."""

@@ -8,7 +8,6 @@ import json
 import logging
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -44,12 +43,12 @@ class RolloutLog:
 
     Its folder also has the tokenizer, and the settings that decide the episodes, so that no other
     rollout continues in it. Leaving it makes all records durable, and waits for a reader that holds
-    the file, as one that was stopped by Ctrl-Z. A `SetupError` says why it cannot be used.
+    the file, as one that was stopped by Ctrl-Z. A `SetupError` or `OSError` says what is wrong.
     """
 
     def __init__(self, folder: Path, rollout: Rollout) -> None:
         self.folder, self._rollout = folder, rollout
-        with self._working():
+        with refused(""):
             self._log = TrajectoryLog.open(folder, flush_seconds=2.0)
             try:
                 self._claim()
@@ -63,7 +62,7 @@ class RolloutLog:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        with self._working():
+        with refused(""):
             while True:
                 try:
                     return self._log.close()
@@ -75,26 +74,18 @@ class RolloutLog:
     def record(self, result: EpisodeResult) -> None:
         """Append the result of an episode, unless it was cancelled."""
         if not isinstance(result.error, EpisodeCancelledError):
-            error = None if result.error is None else result.error.reason
-            with self._working():
-                self._log.append(result.qid, result.trajectories, error=error)
+            reason = getattr(result.error, "reason", None)
+            with refused(""):
+                self._log.append(result.qid, result.trajectories, error=reason)
 
     def earlier(self) -> Iterator[EpisodeResult]:
         """Yield the results of episodes that succeeded in earlier runs."""
         prompts = {prompt.id: prompt for prompt in self._rollout.prompts}
-        with self._working():
+        with refused(""):
             for logged in self._log.replay() if self.finished else ():
                 name, _, sample = logged.episode.rpartition("@")
                 if logged.episode in self.finished:
                     yield EpisodeResult(prompts[name], logged.trajectories, sample=int(sample))
-
-    @contextmanager
-    def _working(self) -> Iterator[None]:
-        try:
-            with refused(""):
-                yield
-        except OSError as error:
-            raise SetupError(f"cannot write {self.folder}: {error.strerror or error}") from error
 
     def _claim(self) -> None:
         """Write the settings of the rollout, or compare them with those that are there."""
@@ -114,13 +105,9 @@ class RolloutLog:
             save_tokenizer(self._rollout.tokenizer, self.folder / "tokenizer")
             write_durably(place, json.dumps(wanted, indent=1).encode())
             return
-        try:
-            there = dict(json.loads(place.read_text(encoding="utf-8")).items())
-        except (ValueError, AttributeError) as error:
-            raise SetupError(f"{place} is not what a rollout wrote: {error}") from error
+        with refused(f"{place} is not what a rollout wrote: ", TypeError):
+            there = {**json.loads(place.read_text(encoding="utf-8"))}
         for name, value in wanted.items():
-            if there.get(name) != value:
-                raise SetupError(
-                    f"{self.folder} is the log of another rollout: {name} was "
-                    f"{there.get(name)!r}, now it is {value!r}"
-                )
+            if (before := there.get(name)) != value:
+                change = f"{name} was {before!r}, now it is {value!r}"
+                raise SetupError(f"{self.folder} is the log of another rollout: {change}")

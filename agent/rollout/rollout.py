@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -65,7 +64,8 @@ class Rollout:
         }
         async with AsyncExitStack() as stack:
             if settings.num_workers:
-                runner = await stack.enter_async_context(self._on_workers(**options))
+                workers = await stack.enter_async_context(self._workers())
+                runner = workers.runner(**options)
             else:
                 seed = settings.seed
                 if finished:  # a continued rollout must not draw its earlier samples again
@@ -75,16 +75,18 @@ class Rollout:
             yield await stack.enter_async_context(aclosing(runner.run(self.prompts)))
 
     @asynccontextmanager
-    async def _on_workers(self, **options: Any) -> AsyncIterator[RolloutRunner]:
-        """Start workers on Ray, which make their own models, and return their runner."""
+    async def _workers(self) -> AsyncIterator[Any]:
+        """Start workers on Ray, which make their own models."""
         require("ray")
-        from trajpack.agent.ray.cluster import local_cluster
-        from trajpack.agent.ray.worker import WorkerOptions
-        from trajpack.agent.ray.workers import RolloutWorkers
+        from trajpack.agent.ray import RolloutWorkers, WorkerOptions, local_cluster
 
         count, device = self.settings.num_workers, self.settings.device.partition(":")[0]
         settings = replace(self.settings, device=device)  # a worker sees only its own GPUs
         alike = replace(self, model=None, settings=settings)
+
+        def parts(number: int) -> Any:  # each start of a worker has its own sampling seed
+            return alike.parts(derive_seed(settings.seed, "sampling", number, time.time_ns()))
+
         cores, gpus = max(count, os.cpu_count() or 1), torch.cuda.device_count()
         async with AsyncExitStack() as stack:
             stack.enter_context(local_cluster(num_cpus=cores, num_gpus=gpus))
@@ -97,13 +99,13 @@ class Rollout:
                     raise SetupError("the cluster has no GPU for the workers")
                 share = 1.0 / -(-count // gpus)  # all fit, and none spans two
             each = WorkerOptions(concurrency=-(-settings.concurrency // count), num_gpus=share)
-            workers = RolloutWorkers(partial(_parts_of, alike), count, options=each)
+            workers = RolloutWorkers(parts, count, options=each)
             try:
                 await stack.enter_async_context(workers)
             except Exception as error:
                 with refused("a worker cannot start: ", Exception):
                     raise getattr(error, "cause", error) from error  # it may be in Ray's wrapping
-            yield workers.runner(**options)
+            yield workers
 
     @asynccontextmanager
     async def parts(
@@ -114,7 +116,7 @@ class Rollout:
         async with MathVerifyEnvironment(self.questions) as environment, AsyncExitStack() as stack:
             with refused("the engine cannot start: ", RuntimeError):
                 if settings.servers:
-                    engine = _server_engine(settings, seed)
+                    engine: Any = _server_engine(settings, seed)
                 else:
                     model, name = self.model, settings.model
                     if model is None:  # it is a worker's
@@ -124,18 +126,11 @@ class Rollout:
             yield engine, self.agent, environment
 
 
-def _parts_of(rollout: Rollout, number: int) -> Any:
-    """Return the context of a worker; each start has its own sampling seed."""
-    return rollout.parts(derive_seed(rollout.settings.seed, "sampling", number, time.time_ns()))
-
-
 def prepare_rollout(settings: RolloutSettings) -> Rollout:
     """Load or make the parts of a rollout; a `SetupError` says what does not fit together."""
     require("anyio", "jinja2", "math_verify", "transformers")
     from jinja2 import TemplateError
 
-    if settings.servers:
-        _server_engine(settings, 0)  # a wrong address is seen before anything is loaded
     if settings.dataset is None:
         questions = arithmetic_questions(settings.num_prompts, settings.seed)
     else:
@@ -182,6 +177,5 @@ def _server_engine(settings: RolloutSettings, seed: int) -> Any:
 
     kind = VLLMEngine if settings.engine == "vllm" else SGLangEngine
     token, ca_file = (os.environ.get(f"TRAJPACK_SERVER_{name}") for name in ("TOKEN", "CA_FILE"))
-    with refused("the server settings are wrong: "):
-        options = ServerOptions(token=token, ca_file=ca_file, seed=seed)
-        return kind(settings.servers, options=options)
+    options = ServerOptions(token=token, ca_file=ca_file, seed=seed)
+    return kind(settings.servers, options=options)

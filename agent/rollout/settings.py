@@ -19,9 +19,7 @@ SETTINGS_FILE = "rollout.json"  # in the folder of a rollout's log
 class RolloutSettings:
     """Settings of a rollout; ``trajpack rollout --help`` says what each is, and checks its range.
 
-    They give the same questions, weights and order of trajectories each time, and the same tokens
-    if ``concurrency`` is 1 and the rollout is neither continued from a log nor run by workers. A
-    `SetupError` says that they do not fit together.
+    A `SetupError` says that they do not fit together.
     """
 
     dataset: Path | None = None

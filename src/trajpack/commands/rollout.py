@@ -9,7 +9,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -80,11 +80,10 @@ def _prepare(settings: RolloutSettings, out: Path) -> Rollout:
         there = f"{settings.dataset} has {counted(num_questions, 'question')}"
         say(f"{there}, fewer than {settings.num_prompts:,}: all asked")
     for folder in filter(None, (out.parent, settings.answers)):
-        with writing(folder):  # refused now, not after the episodes
-            for place in (folder, *folder.parents):
-                with contextlib.suppress(FileNotFoundError):
-                    tempfile.TemporaryFile(dir=place).close()
-                    break
+        for place in (folder, *folder.parents):
+            with contextlib.suppress(FileNotFoundError):
+                tempfile.TemporaryFile(dir=place).close()  # refused now, not after the episodes
+                break
     return prepared
 
 
@@ -92,10 +91,9 @@ def _roll_out(prepared: Rollout, layout: LayoutName, out: Path, *, saved: list[P
     """Roll out; add ``out`` to ``saved`` once the batch is written."""
     settings = prepared.settings
     total = len(prepared.prompts) * settings.group_size
-    with contextlib.ExitStack() as stack:
-        log = stack.enter_context(RolloutLog(settings.log, prepared)) if settings.log else None
-        port = settings.metrics_port
-        observers = [] if port is None else [stack.enter_context(_served_metrics(port))]
+    port = settings.metrics_port
+    with RolloutLog(settings.log, prepared) if settings.log else contextlib.nullcontext() as log:
+        observers = [] if port is None else [_served_metrics(port)]
         progress, results, status = _run_episodes(prepared, total, log, observers)
         places = {prompt.id: index for index, prompt in enumerate(prepared.prompts)}
         results.sort(key=lambda result: (places[result.prompt.id], result.sample))
@@ -117,7 +115,6 @@ def _roll_out(prepared: Rollout, layout: LayoutName, out: Path, *, saved: list[P
         for metrics in observers:
             metrics.pack_ended(batch, time.perf_counter() - began)
         with writing(out):
-            out.parent.mkdir(parents=True, exist_ok=True)
             save_rollout(batch, prepared.tokenizer, out)
         saved.append(out)
         rows = report(results, progress, batch, num_merged=buffer.num_tokens)
@@ -211,26 +208,19 @@ class _FirstOfEachKind(logging.Handler):
             say(record.getMessage())
 
 
-@contextlib.contextmanager
-def _served_metrics(port: int) -> Iterator[RolloutMetrics]:
-    """Serve metrics on this machine, and return their observer."""
+def _served_metrics(port: int) -> RolloutMetrics:
+    """Serve metrics on this machine until the program ends, and return their observer."""
     from trajpack.agent.observability.metrics import RolloutMetrics
 
     metrics, address = RolloutMetrics(), "127.0.0.1"
     import prometheus_client
 
     try:
-        server, thread = prometheus_client.start_http_server(port, address, metrics.registry)
+        server, _ = prometheus_client.start_http_server(port, address, metrics.registry)
     except OSError as error:
-        problem = f"cannot serve metrics at port {port}: {error.strerror or error}"
-        raise SetupError(problem) from error
+        raise OSError(error.errno, error.strerror, f"port {port} of metrics") from error
     say(f"metrics at http://{address}:{server.server_port}/metrics")
-    try:
-        yield metrics
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    return metrics
 
 
 def batch_rows(batch: PackedBatch, layout: LayoutName) -> list[tuple[str, str]]:

@@ -37,7 +37,6 @@ def replay_log(folder: Path, out: Path | None, layout: LayoutName, device: str) 
         if tokenizer is None and beside.exists():
             raise SetupError(f"{folder} has no tokenizer, and {beside} is that of another batch")
         with writing(out):
-            out.parent.mkdir(parents=True, exist_ok=True)
             save(batch, out) if tokenizer is None else save_rollout(batch, tokenizer, out)
     rows += [(f"failed {count:,}", reason) for reason, count in failures.most_common(5)]
     lines = [f"batch      {out}", f"Look at it with: trajpack inspect {out}"]
@@ -56,7 +55,6 @@ def report_source(source: Path, out: Path, tokenizer: str | None, **options: Any
             batch, beside = load_batch(source), source.with_suffix(".tokenizer")
         decode = decoder_of(batch, beside, tokenizer)
         with writing(out):
-            out.parent.mkdir(parents=True, exist_ok=True)
             figures = write_report(batch, out, **options, decode=decode, title=source.name)
     page, numbers = f"page       {out}", f"numbers    {out.with_suffix('.json')}"
     show(source.name, figures["saved"], page, numbers)

@@ -40,8 +40,9 @@ def show(title: str, rows: Iterable[tuple[str, str]], *others: object) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Convert an `OSError` while ``path`` is written into a `SetupError`."""
+    """Make the folder of ``path``, and convert an `OSError` while it is written to `SetupError`."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
         raise SetupError(f"cannot write {path}: {error.strerror or error}") from error

@@ -16,6 +16,7 @@ from trajpack.agent.errors import reason_of
 _MARK = "trajpack{}mark"
 _PROBE = ' "a" \\ b\nc <d> '
 """Content with all that templates are known to change."""
+_SYSTEM: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}]
 _PLAIN_NAME = re.compile(r"[\w.:-]{1,64}")
 _MOST_FRAMES = 256
 _MOST_MARK = 16
@@ -91,8 +92,7 @@ class ChatMessages:
             return self._rendered(messages, is_asking=is_asking)
         except Exception:  # templates raise what they like
             with suppress(Exception):
-                first = _said("system", ["Be brief."])
-                return self._rendered([*first, *messages], is_asking=is_asking)
+                return self._rendered([*_SYSTEM, *messages], is_asking=is_asking)
             raise
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], *, is_asking: bool) -> str:
@@ -115,27 +115,22 @@ class ChatMessages:
             self.after([], role, [_PROBE] * num)
 
     def opening(self, instructions: str) -> list[int]:
-        """Return a conversation that begins with a system message and has nothing else yet.
-
-        Raises:
-            ValueError: If the template does not show it.
-        """
-        pieces = _pieces(self.text(_said("system", [_MARK.format(0)])), 1)
-        return self._fill([], pieces, _said("system", [instructions]), is_asking=False)
+        """Return a conversation that begins with a system message and has nothing else yet."""
+        return self._behind([], _said("system", [instructions]), is_asking=False)
 
     def first(self, content: str) -> list[int]:
-        """Return a first message of the user, after an `opening`, and the generation prompt.
+        """Return a first message of the user, after an `opening`, and the generation prompt."""
+        return self._behind(_SYSTEM, _said("user", [content]), is_asking=True)
 
-        Raises:
-            ValueError: If the template does not show it, or renders a system message otherwise
-                when others follow.
-        """
-        system = _said("system", ["Be brief."])
-        head = self.text(system)
-        text = self.text([*system, *_said("user", [_MARK.format(0)])], is_asking=True)
+    def _behind(
+        self, before: list[dict[str, Any]], messages: list[dict[str, Any]], *, is_asking: bool
+    ) -> list[int]:
+        head = self.text(before) if before else ""
+        marks = [{**messages[0], "content": _MARK.format(0)}]
+        text = self.text([*before, *marks], is_asking=is_asking)
         if not text.startswith(head):
             raise ValueError("the chat template does not render a system message alike alone")
-        return self._fill(system, _pieces(text[len(head) :], 1), _said("user", [content]))
+        return self._fill(before, _pieces(text[len(head) :], 1), messages, is_asking=is_asking)
 
     def after(
         self,
@@ -146,7 +141,7 @@ class ChatMessages:
         calls: Sequence[ToolCall | ToolCallError] | None = None,
         has_ended: bool | None = None,
     ) -> list[int]:
-        """Return messages after a completion, and the generation prompt.
+        """Return messages of a role after a completion, and the generation prompt.
 
         The template's end of a message comes first, unless the completion has one.
 
@@ -155,7 +150,7 @@ class ChatMessages:
             role: Role of the messages.
             contents: Their texts.
             calls: What each message of a tool answers; templates show names and ids. By default
-                calls of the first tool. Ids that are missing are ``call00001``, ``call00002`` ...
+                calls of the first tool, with the ids ``call00001``, ``call00002`` ...
             has_ended: Whether the completion ends with a token that ends a message, whichever. By
                 default it does if its last token is an added one and no part of a call.
 
@@ -188,8 +183,8 @@ class ChatMessages:
         It begins with the mark of thoughts that the end of the prompt opened.
         """
         before, text = self._decode(prompt_ids[-_MOST_MARK:]), self._decode(completion_ids)
-        for begin, end in THOUGHTS:
-            if begin and before.rfind(begin) > before.rfind(end):
+        for begin, end in THOUGHTS.items():
+            if before.rfind(begin) > before.rfind(end):
                 return begin + text
         return text
 

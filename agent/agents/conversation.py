@@ -52,12 +52,7 @@ def sampling_option(gconfig: Any, name: str, default: Any) -> Any:
 
 
 def with_max_new_tokens(gconfig: Any, most: int) -> Any:
-    """Return sampling parameters that ask for at most so many tokens, otherwise unchanged.
-
-    Raises:
-        ValueError: If they have no ``max_new_tokens``.
-        TypeError: If that is not an integer, or they are neither a mapping nor a dataclass.
-    """
+    """Return sampling parameters that ask for at most so many tokens, otherwise unchanged."""
     asked = sampling_option(gconfig, "max_new_tokens", None)
     if asked is None:
         raise ValueError("max_total_tokens needs a gconfig with max_new_tokens")
@@ -134,10 +129,7 @@ class Conversation:
             self.token_ids = as_ids("prompt_ids", self.prompt.input_ids).tolist()
 
     async def ask(self, gconfig: Any, limits: ConversationLimits) -> Exchange | None:
-        """Request the next completion and append it.
-
-        Returns:
-            The turn; None where a limit or a refusal leaves the turns so far.
+        """Request the next turn and append it; None where a limit or a refusal leaves those so far.
 
         Raises:
             GenerationError: If the engine could not generate, or a limit leaves no first turn.
@@ -162,12 +154,9 @@ class Conversation:
         return exchange
 
     async def judge(self, exchange: Exchange) -> bool:
-        """Set the reward of a turn to the environment's number for it.
+        """Set a turn's reward to the environment's number; return whether that ends the episode.
 
         Where the environment says ``truncated``, so is the trajectory.
-
-        Returns:
-            Whether the environment ended the episode.
 
         Raises:
             EpisodeError: If it fails, or does not return exactly one finite number.

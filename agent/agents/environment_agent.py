@@ -45,23 +45,11 @@ class EnvironmentAgent(ChatAgent):
     The environment is one that takes an `Opening` and a `Closing`, as a `GymnasiumEnvironment`
     does.
 
-    Attributes:
-        gconfig: Sampling parameters.
-        tokenizer: A Hugging Face tokenizer with a chat template, or the local folder of one.
-        limits: Limits of each conversation.
-        turn_discount: Discount from one turn to the next, stored in the trajectory.
-        old_thoughts: Whether later prompts ``"keep"`` thoughts or ``"drop"`` them.
+    Its arguments are those of a `ChatAgent`.
     """
 
     def prompt_ids(self, messages: str | Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return a prompt's tokens: a system message with the instructions.
-
-        Args:
-            messages: The instructions, or one message that has them as its content.
-
-        Raises:
-            ValueError: If there are several messages, or the template does not show it.
-        """
+        """Return a prompt's tokens: a system message of the instructions, or of one message's."""
         if isinstance(messages, str):
             return self.messages.opening(messages)
         if len(messages) != 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from trajpack.agent.errors import EpisodeError
 from trajpack.agent.protocols import Environment, Generate, GenerationOutput, Prompt, SamplingParams
@@ -56,35 +56,33 @@ class QueueAgent:
 
     async def run(self, prompt: Prompt, env: Environment, generate: Generate) -> list[Trajectory]:
         """Run one episode and return its trajectories."""
-        requests = _Requests(prompt.id, generate)
+        replies = asyncio.Queue[GenerationOutput]()
+        requests = _Requests(prompt.id, generate, replies)
         trajectories: list[Trajectory] = await self.agent.collect_trajectory(
-            prompt, env, requests, requests.replies
+            prompt, env, requests, replies
         )
         return trajectories
 
 
-class _Requests:
+class _Requests(NamedTuple):
     """The ``obs_queue`` of one episode, which generates as a request is put."""
 
-    def __init__(self, qid: str, generate: Generate) -> None:
-        self.qid, self.generate = qid, generate
-        self.replies = asyncio.Queue[GenerationOutput]()
+    qid: str
+    generate: Generate
+    replies: asyncio.Queue[GenerationOutput]
 
     async def put(self, request: tuple[str, Sequence[int], Any]) -> None:
         qid, token_ids, sampling = request
         if qid != self.qid:
             raise EpisodeError(self.qid, f"the agent put a request with the qid {qid!r}")
         turn = await self.generate(token_ids, sampling)
+        same = ("prompt_ids", "version_start", "version_end", "version_spans", "fields")
         reply = GenerationOutput(
-            qid,
-            turn.prompt_ids,
-            turn.completion_ids,
-            turn.completion_logprobs,
-            turn.truncated,
-            turn.version_start,
-            turn.version_end,
-            turn.version_spans,
-            turn.fields,
-            turn.stop_reason,
+            qid=qid,
+            output_ids=turn.completion_ids,
+            output_logprobs=turn.completion_logprobs,
+            no_eos=turn.truncated,
+            stop_reason=turn.stop_reason,
+            **{name: getattr(turn, name) for name in same},
         )
         self.replies.put_nowait(reply)

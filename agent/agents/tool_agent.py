@@ -40,13 +40,10 @@ class ToolAgent(ChatAgent):
     what that says. What is in thoughts is no call. A call that is malformed, of no tool, with wrong
     arguments, too slow or that raises is answered with a line that says so.
 
+    Its other arguments are those of a `ChatAgent`.
+
     Attributes:
-        gconfig: Sampling parameters.
-        tokenizer: A Hugging Face tokenizer with a chat template, or the local folder of one.
         tools: Tools that the model may call.
-        limits: Limits of each conversation.
-        turn_discount: Discount from one turn to the next, stored in the trajectory.
-        old_thoughts: Whether later prompts ``"keep"`` thoughts or ``"drop"`` them.
         max_calls: Calls in one turn at most.
         own_declaration: Whether the prompts themselves declare the tools, for example in
             a system message. Otherwise the chat template must.
@@ -88,9 +85,7 @@ class ToolAgent(ChatAgent):
             self.messages = ChatMessages(self.tokenizer, [tool.declaration for tool in self.tools])
             self._check_declarations(plain)
         if not callable(self.read_calls):
-            self.read_calls = self._form(
-                self.read_calls, "hermes" if self.own_declaration else None
-            )
+            self.read_calls = self._form(self.read_calls)
         self.messages.check("tool")
 
     def _check_declarations(self, plain: ChatMessages) -> None:
@@ -112,7 +107,7 @@ class ToolAgent(ChatAgent):
                 f"{', '.join(hidden)}; take a tokenizer whose template declares tools, or {remedy}"
             )
 
-    def _form(self, name: str | None, default: str | None) -> str:
+    def _form(self, name: str | None) -> str:
         """Return the form of calls that the chat template renders, which must be that of a name."""
         first, said = next(iter(self._tools)), ""
         calls = [ToolCall(first, arguments) for arguments in _PROBES]
@@ -121,8 +116,8 @@ class ToolAgent(ChatAgent):
             for form in forms:
                 if tool_calls(said, form) == made:
                     return form
-        if default is not None or (name is not None and first not in said):
-            return form_of(name or default or "").names.split()[0]
+        if self.own_declaration or (name is not None and first not in said):
+            return form_of(name or "hermes").names.split()[0]
         read = f"{name!r} does not read" if name else "no reader reads"
         raise ValueError(
             f"{read} the calls of the chat template of {self._name}, which writes "

@@ -6,24 +6,31 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-Schemas = Mapping[str, Mapping[str, Any]]
+Schemas: TypeAlias = Mapping[str, Mapping[str, Any]]
 """JSON schema of each argument, by tool and argument."""
 
-THOUGHTS = (
-    *(("", end) for end in ("</think>", "</seed:think>", "[/THINK]", "<channel|>")),
-    ("<think>", "</think>"),
-    ("<seed:think>", "</seed:think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<|channel>", "<channel|>"),
-    ("<|channel|>analysis<|message|>", "<|end|>"),
-    (" to=self<|message|>", "<|eom|>"),
+THOUGHTS = {
+    "<think>": "</think>",
+    "<seed:think>": "</seed:think>",
+    "[THINK]": "[/THINK]",
+    "<|channel>": "<channel|>",
+    "<|channel|>analysis<|message|>": "<|end|>",
+    " to=self<|message|>": "<|eom|>",
+}
+"""Marks around thoughts."""
+_ENDS = [*map(re.escape, ("</think>", "</seed:think>", "[/THINK]", "<channel|>"))]
+"""Marks that alone end thoughts which the prompt began."""
+_CLOSING = "|".join(_ENDS)
+_IN_THOUGHTS = "|".join(
+    rf"{re.escape(begin)}.*?(?:{re.escape(end)}|\Z)" for begin, end in THOUGHTS.items()
 )
-"""Marks around thoughts. A second one alone ends thoughts that the prompt began."""
+_MAX_CHARS = 16_384
+"""Characters of one call at most."""
 _BAR = "\uff5c"
 """Bar in tokens of DeepSeek."""
 _UNREADABLE = (SyntaxError, ValueError, TypeError, MemoryError, RecursionError)
@@ -49,15 +56,11 @@ class ToolCallError(ValueError):
 
 
 def tool_calls(
-    text: str,
-    form: str | None = None,
-    *,
-    schemas: Schemas | None = None,
-    thoughts: Sequence[tuple[str, str]] = THOUGHTS,
-    max_calls: int = 8,
-    max_chars: int = 16_384,
+    text: str, form: str | None = None, *, schemas: Schemas | None = None, max_calls: int = 8
 ) -> list[ToolCall | ToolCallError]:
     r"""Return the calls in a text, in order, and an error for each that is malformed.
+
+    What is in thoughts is no call, nor what is before the end of thoughts that the prompt began.
 
     Args:
         text: Text of a completion, special tokens included.
@@ -67,10 +70,7 @@ def tool_calls(
             the text has.
         schemas: Schema of each argument, by tool and argument, for forms that write text without
             quotes. An argument without one is JSON where it can be.
-        thoughts: Marks around thoughts, in which nothing is a call. An empty first mark and
-            a second one: all that is before the last such mark.
         max_calls: Calls at most; all further ones are one error.
-        max_chars: Characters of one call at most.
 
     Raises:
         ValueError: If the form is unknown.
@@ -83,7 +83,7 @@ def tool_calls(
     """
     for known in FORMS if form is None else [form_of(form)]:
         if form is not None or re.search(known.sign or known.begin, text):
-            calls = _calls(text, known, schemas or {}, thoughts, max_chars)
+            calls = _calls(text, known, schemas or {})
             if len(calls) > max_calls:
                 calls[max_calls:] = [ToolCallError(f"more than {max_calls} calls in one turn")]
             if calls:
@@ -91,48 +91,36 @@ def tool_calls(
     return []
 
 
-def _calls(
-    text: str,
-    form: Form,
-    schemas: Schemas,
-    thoughts: Sequence[tuple[str, str]],
-    max_chars: int,
-) -> list[ToolCall | ToolCallError]:
+def _calls(text: str, form: Form, schemas: Schemas) -> list[ToolCall | ToolCallError]:
     calls: list[ToolCall | ToolCallError] = []
-    closing = "|".join(re.escape(end) for begin, end in thoughts if not begin) or "(?!)"
     parts = re.compile(
         rf"(?:{form.begin})(?P<body>.*?)(?P<end>{form.end}|\Z)"
-        rf"|{_thoughts(thoughts)}|(?P<closing>{closing})",
+        rf"|{_IN_THOUGHTS}|(?P<closing>{_CLOSING})",
         re.DOTALL,
     )
     at = 0
-    while found := parts.search(text, at):
-        at = found.end()
-        if found["body"] is None:
-            calls = calls if found["closing"] is None else []
+    while part := parts.search(text, at):
+        at = part.end()
+        if part["body"] is None:
+            calls = calls if part["closing"] is None else []
             continue
         try:
-            if found["end"] == "" and not form.may_be_open:
+            if part["end"] == "" and not form.may_be_open:
                 raise ToolCallError("the call is not closed")
-            if len(found["body"]) > max_chars:
-                raise ToolCallError(f"the call is longer than {max_chars} characters")
-            calls += form.read(found["body"], schemas)
+            if len(part["body"]) > _MAX_CHARS:
+                raise ToolCallError(f"the call is longer than {_MAX_CHARS} characters")
+            calls += form.read(part["body"], schemas)
         except ToolCallError as error:
-            ends = [one.end() for one in re.finditer(closing, found["body"])]
+            ends = [end.end() for end in re.finditer(_CLOSING, part["body"])]
             calls = [] if ends else [*calls, error]
-            at = found.start("body") + ends[-1] if ends else at  # its mark was in thoughts
+            at = part.start("body") + ends[-1] if ends else at  # its mark was in thoughts
     return calls
 
 
-def outside_thoughts(text: str, thoughts: Sequence[tuple[str, str]] = THOUGHTS) -> str:
-    """Return a text without its thoughts, whose marks are as `tool_calls` takes them."""
-    before = [rf"\A.*{re.escape(end)}" for begin, end in thoughts if not begin]
-    return re.sub("|".join([*before, _thoughts(thoughts)]), "", text, flags=re.DOTALL)
-
-
-def _thoughts(thoughts: Sequence[tuple[str, str]]) -> str:
-    pairs = [(re.escape(begin), re.escape(end)) for begin, end in thoughts if begin]
-    return "|".join(rf"{begin}.*?(?:{end}|\Z)" for begin, end in pairs) or "(?!)"
+def outside_thoughts(text: str) -> str:
+    """Return a text without its thoughts."""
+    before = [rf"\A.*{end}" for end in _ENDS]
+    return re.sub("|".join([*before, _IN_THOUGHTS]), "", text, flags=re.DOTALL)
 
 
 def form_of(name: str) -> Form:
@@ -143,19 +131,15 @@ def form_of(name: str) -> Form:
     return known[name]
 
 
+_Reader: TypeAlias = Callable[[str, Schemas], list[ToolCall]]
+"""Function of the text between the marks around a call, or around several."""
+
+
 def _parsed(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         raise ToolCallError("the call is not JSON") from None
-
-
-def _named(name: str, text: str, id: str = "") -> list[ToolCall]:
-    """Return the call of a name and the JSON text of its arguments."""
-    arguments = _parsed(text)
-    if not isinstance(arguments, dict) or not name.strip():
-        raise ToolCallError("expected a name and an object of arguments")
-    return [ToolCall(name.strip(), arguments, id.strip())]
 
 
 def _call(value: Any, key: str = "arguments") -> ToolCall:
@@ -184,65 +168,71 @@ def _llama(body: str, schemas: Schemas) -> list[ToolCall]:
     return calls
 
 
+def _named(*patterns: str) -> _Reader:
+    """Return a reader of a name and JSON of arguments, by the first pattern that matches."""
+
+    def read(body: str, schemas: Schemas) -> list[ToolCall]:
+        matches = (re.fullmatch(pattern, body, re.DOTALL) for pattern in patterns)
+        if (call := next(filter(None, matches), None)) is None:
+            raise ToolCallError("the call has not the form that the template shows")
+        arguments, id = _parsed(call["arguments"]), call.groupdict().get("id") or ""
+        if not isinstance(arguments, dict) or not call["name"].strip():
+            raise ToolCallError("expected a name and an object of arguments")
+        return [ToolCall(call["name"].strip(), arguments, id.strip())]
+
+    return read
+
+
+_named_mistral = _named(
+    r"\s*(?P<name>[^\s\[{]+)(?:\[CALL_ID\](?P<id>[^\[]+))?(?:\[ARGS\])?\s*(?P<arguments>\{.*)"
+)
+
+
 def _mistral(body: str, schemas: Schemas) -> list[ToolCall]:
-    named = re.match(r"\s*([^\s\[{]+)(?:\[CALL_ID\]([^\[]+))?(?:\[ARGS\])?\s*(?=\{)", body)
-    if named:
-        return _named(named[1], body[named.end() :], named[2] or "")
-    calls = _parsed(body)
-    return [_call(call) for call in (calls if isinstance(calls, list) else [calls])]
+    if re.match(r"\s*[\[{]", body):
+        calls = _parsed(body)
+        return [_call(call) for call in (calls if isinstance(calls, list) else [calls])]
+    return _named_mistral(body, schemas)
 
 
-def _deepseek(body: str, schemas: Schemas) -> list[ToolCall]:
-    name, _, text = body.partition(f"<{_BAR}tool▁sep{_BAR}>")
-    fenced = re.fullmatch(r"(.*?)\n```json\n(.*)\n```\s*", text, re.DOTALL)
-    return _named(fenced[1], fenced[2]) if fenced else _named(name, text)
-
-
-def _kimi(body: str, schemas: Schemas) -> list[ToolCall]:
-    id, _, text = body.partition("<|tool_call_argument_begin|>")
-    return _named(re.sub(r":\d+\s*$", "", id.strip().removeprefix("functions.")), text, id)
-
-
-def _harmony(body: str, schemas: Schemas) -> list[ToolCall]:
-    head, _, text = body.partition("<|message|>")
-    return _named(re.split(r"[\s<]", head)[0], text)
+_gemma_call = _named(r"\s*(?:call:)?(?P<name>[^{]*)(?P<arguments>\{.*)")
 
 
 def _gemma(body: str, schemas: Schemas) -> list[ToolCall]:
-    name, _, text = body.partition("{")
-    pieces = re.split(r'<\|"\|>|<escape>', "{" + text)
+    pieces = re.split(r'<\|"\|>|<escape>', body)
     pieces[1::2] = [json.dumps(string) for string in pieces[1::2]]
     for at in range(0, len(pieces), 2):  # between strings
         keyed = re.sub(r'(?<=[{,])\s*([^\s{}\[\],:"]+)\s*:', r'"\1":', pieces[at])
         pieces[at] = re.sub(r"\bNone\b", "null", keyed)
-    return _named(name.strip().removeprefix("call:"), "".join(pieces))
+    return _gemma_call("".join(pieces), schemas)
 
 
-def _xml(body: str, schemas: Schemas) -> list[ToolCall]:
-    calls = _only(
-        r'<(?P<tag>[^<>\s/=]*(?:function|invoke))(?:=| name=")(?P<name>[^<>"]+)"?>'
-        r"(?P<body>.*?)</(?P=tag)>",
-        body,
-    )
-    return [_written(call["name"], _xml_arguments(call["body"]), schemas) for call in calls]
+def _tagged(call: str, argument: str) -> _Reader:
+    """Return a reader of elements of calls, with an element for each argument.
 
+    Arguments are written without quotes: one that is no string by its schema, or by its own
+    attribute, is read as a literal of Python or JSON if it can be.
+    """
 
-def _xml_arguments(body: str) -> Iterator[tuple[str, str, bool]]:
-    for found in _only(
-        r'<(?P<tag>[^<>\s/=]*parameter)(?P<is>=| name=")(?P<key>[^<>"]+)"?'
-        r'(?: string="(?P<string>\w+)")?>(?P<value>.*?)</(?P=tag)>',
-        body,
-    ):
-        value = found["value"]
-        if found["is"] == "=" and value[:1] == value[-1:] == "\n":
-            value = value[1:-1]  # lines of the template
-        yield found["key"], value, found["string"] == "true"
+    def read(body: str, schemas: Schemas) -> list[ToolCall]:
+        calls = []
+        for element in _only(call, body):
+            name = element["name"].strip()
+            values: dict[str, Any] = {}
+            for part in (part.groupdict() for part in _only(argument, element["body"])):
+                key, text = part["key"].strip(), part["value"]
+                if part.get("is") == "=" and text[:1] == text[-1:] == "\n":
+                    text = text[1:-1]  # lines of the template
+                values[key] = text
+                kind = schemas.get(name, {}).get(key, {}).get("type")
+                for parse in (ast.literal_eval, json.loads):
+                    with suppress(*_UNREADABLE):
+                        if kind != "string" and part.get("string") != "true":
+                            values[key] = parse(text.strip())
+            calls.append(ToolCall(name, values))
+        return calls
 
-
-def _glm(body: str, schemas: Schemas) -> list[ToolCall]:
-    name, mark, rest = body.partition("<arg_key>")
-    pairs = _only(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", mark + rest)
-    return [_written(name, [(pair[1], pair[2], False) for pair in pairs], schemas)]
+    return read
 
 
 def _only(pattern: str, body: str) -> list[re.Match[str]]:
@@ -250,19 +240,6 @@ def _only(pattern: str, body: str) -> list[re.Match[str]]:
     if re.sub(pattern, "", body, flags=re.DOTALL).strip():
         raise ToolCallError("the call has not the form that the template shows")
     return list(re.finditer(pattern, body, re.DOTALL))
-
-
-def _written(name: str, arguments: Iterable[tuple[str, str, bool]], schemas: Schemas) -> ToolCall:
-    """Return the call of arguments that are written without quotes: key, value, is it a text."""
-    types = schemas.get(name.strip(), {})
-    values: dict[str, Any] = {}
-    for key, text, is_text in arguments:
-        values[key.strip()] = text
-        if not is_text and types.get(key.strip(), {}).get("type") != "string":
-            for read in (ast.literal_eval, json.loads):
-                with suppress(*_UNREADABLE):
-                    values[key.strip()] = read(text.strip())
-    return ToolCall(name.strip(), values)
 
 
 class _JSONNames(ast.NodeTransformer):
@@ -274,7 +251,7 @@ def _pythonic(body: str, schemas: Schemas) -> list[ToolCall]:
     for text in (body.strip(), body.strip().replace("\n", "\\n")):  # some leave lines in strings
         with suppress(*_UNREADABLE, LookupError, AttributeError), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of backslashes in strings
-            found: Any = ast.parse(text, mode="eval").body
+            calls: Any = ast.parse(text, mode="eval").body
             return [
                 ToolCall(
                     ast.unparse(call.func),
@@ -283,22 +260,19 @@ def _pythonic(body: str, schemas: Schemas) -> list[ToolCall]:
                         for word in call.keywords
                     },
                 )
-                for call in found.elts
+                for call in calls.elts
             ]
     raise ToolCallError("expected a list of calls with named arguments")
 
 
 class Form(NamedTuple):
-    """Form in which a family of models writes calls."""
+    """Form in which a family of models writes calls: patterns of marks, and what reads a call."""
 
     names: str
     """Names of parsers of vLLM and SGLang that read it."""
     begin: str
-    """Pattern of the mark before a call."""
     end: str
-    """Pattern of the mark behind it."""
-    read: Callable[[str, Schemas], list[ToolCall]]
-    """Function of what is between them."""
+    read: _Reader
     sign: str = ""
     """Pattern of a text of this form, where the first mark alone does not tell."""
     may_be_open: bool = False
@@ -314,24 +288,49 @@ FORMS = (
         " deepseek_v32 deepseekv32 deepseek_v4 deepseekv4",
         _XML,
         r"</(?P=block)>",
-        _xml,
+        _tagged(
+            r'<(?P<tag>[^<>\s/=]*(?:function|invoke))(?:=| name=")(?P<name>[^<>"]+)"?>'
+            r"(?P<body>.*?)</(?P=tag)>",
+            r'<(?P<tag>[^<>\s/=]*parameter)(?P<is>=| name=")(?P<key>[^<>"]+)"?'
+            r'(?: string="(?P<string>\w+)")?>(?P<value>.*?)</(?P=tag)>',
+        ),
         sign=rf"{_XML}\s*<[^<>]*(?:function=|invoke name=)",
     ),
-    Form("glm45 glm47 glm glm4_moe", "<tool_call>", "</tool_call>", _glm, sign=_GLM),
+    Form(
+        "glm45 glm47 glm glm4_moe",
+        "<tool_call>",
+        "</tool_call>",
+        _tagged(
+            r"\A(?P<name>.*?)(?P<body>(?:<arg_key>.*)?)\Z",
+            r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
+        ),
+        sign=_GLM,
+    ),
     Form("hermes qwen qwen25 qwen2_5 mimo", "<tool_call>", "</tool_call>", _hermes),
     Form("mistral", r"\[TOOL_CALLS\]", r"</s>|(?=\[TOOL_CALLS\])", _mistral, may_be_open=True),
     Form(
         "deepseek_v3 deepseekv3 deepseek_v31 deepseekv31",
         f"<{_BAR}tool▁call▁begin{_BAR}>",
         f"<{_BAR}tool▁call▁end{_BAR}>",
-        _deepseek,
+        _named(
+            rf".*?<{_BAR}tool▁sep{_BAR}>(?P<name>.*?)\n```json\n(?P<arguments>.*)\n```\s*",
+            rf"(?P<name>.*?)<{_BAR}tool▁sep{_BAR}>(?P<arguments>.*)",
+        ),
     ),
-    Form("kimi_k2", r"<\|tool_call_begin\|>", r"<\|tool_call_end\|>", _kimi),
+    Form(
+        "kimi_k2",
+        r"<\|tool_call_begin\|>",
+        r"<\|tool_call_end\|>",
+        _named(
+            r"\s*(?P<id>(?:functions\.)?(?P<name>.*?)(?::\d+)?)\s*"
+            r"<\|tool_call_argument_begin\|>(?P<arguments>.*)"
+        ),
+    ),
     Form(
         "openai gpt-oss gpt_oss",
         r"to=functions\.(?=[^\s<]+[^{\n]*<\|message\|>)",
         r"<\|call\|>",
-        _harmony,
+        _named(r"(?P<name>[^\s<]*).*?<\|message\|>(?P<arguments>.*)"),
     ),
     Form(
         "gemma4 functiongemma",

@@ -20,10 +20,6 @@ from trajpack.packing.representation import brief_repr
 
 __all__ = ["Tool", "ToolCall", "ToolCallError", "tool_calls"]
 
-_NUM_THREADS = 64
-"""Threads for the functions of all tools. A function that hangs keeps its thread, so these are not
-the threads of the event loop, which engines use."""
-
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -104,43 +100,38 @@ class Tool:
         Text is returned as it is, any other value as JSON. A failure is a text that
         begins with ``error:``, for the model to read.
         """
-        problem = self._problem(arguments)
-        if problem:
+        if problem := self._problem(arguments):
             return f"error: {problem}"
         try:
             async with asyncio.timeout(self.timeout_s):
                 text = await self._answer(arguments)
         except TimeoutError:
             text = f"error: no answer within {self.timeout_s:g} s"
-        except Exception as error:  # noqa: BLE001 - a tool may raise anything
-            text = f"error: {reason_of(error)}"
         except BaseException as error:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise
-            text = f"error: {type(error).__name__} was raised"
+            text = f"error: {reason_of(error)}"
         if len(text) > self.max_chars:
             text = f"{text[: self.max_chars]} (cut off)"
         return text.encode("utf-8", "replace").decode()
 
     async def _answer(self, arguments: Mapping[str, Any]) -> str:
         if inspect.iscoroutinefunction(self.function):
-            return _spelled(await self.function(**arguments))
-
-        def work() -> Any:
             answer = self.function(**arguments)
-            return answer if inspect.isawaitable(answer) else _spelled(answer)
-
-        run = contextvars.copy_context().run
-        loop = asyncio.get_running_loop()
-        answer = await loop.run_in_executor(_threads(), run, contained(work))
-        return answer if isinstance(answer, str) else _spelled(await answer)
+        else:
+            work = contained(functools.partial(self.function, **arguments))
+            run = contextvars.copy_context().run
+            answer = await asyncio.get_running_loop().run_in_executor(_threads(), run, work)
+        if inspect.isawaitable(answer):
+            answer = await answer
+        return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
 
     def _problem(self, arguments: Mapping[str, Any]) -> str:
         properties = self.parameters["properties"]
-        missing = [name for name in self.parameters.get("required", ()) if name not in arguments]
-        if missing:
-            return f"missing argument {missing[0]}"
+        for name in self.parameters.get("required", ()):
+            if name not in arguments:
+                return f"missing argument {name}"
         for name, value in arguments.items():
             if name not in properties:
                 return f"unknown argument; arguments: {', '.join(properties)}"
@@ -153,12 +144,9 @@ class Tool:
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="trajpack-tool")
+    """Return threads of all tools: functions that hang keep them, and engines have others."""
+    return ThreadPoolExecutor(64, thread_name_prefix="trajpack-tool")
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_threads.cache_clear)  # a forked process has no threads
-
-
-def _spelled(answer: Any) -> str:
-    return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)

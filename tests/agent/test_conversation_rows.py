@@ -92,7 +92,7 @@ def test_a_file_of_lines_is_rows(tmp_path):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("[1]", r"rows.jsonl, line 2: expected an object, got \[1\]"),
+        ("[1]", r"rows.jsonl, line 2: expected a mapping, got \[1\]"),
         ('{"a": ', "rows.jsonl, line 2: not JSON"),
         ("[" * 200_000, "rows.jsonl, line 2: not JSON"),
         ('{"text": "a"}', "line 2: a row must have 'messages', or 'prompt' and 'compl.*got 'text'"),
@@ -109,7 +109,7 @@ def test_a_bad_line_is_named(tmp_path, line, expected):
 
 
 def test_a_bad_row_is_named():
-    with pytest.raises(TypeError, match="row 1 must be a mapping, got 'messages'"):
+    with pytest.raises(TypeError, match="row 1: expected a mapping, got 'messages'"):
         trajectories_of([ROWS[0], "messages"])
 
 

@@ -121,10 +121,10 @@ def _raises(a: float) -> None:
         (lambda a: next(iter(())), call("add", a=1), "error: RuntimeError: StopIteration was"),
         (lambda a: sys.exit(3), call("add", a=1), "error: RuntimeError: SystemExit was raised"),
         (lambda a: asyncio.sleep(0, "soon"), call("add", a=1), "soon"),
-        (_ends(SystemExit), call("add", a=1), "error: SystemExit was raised"),
-        (_ends(GeneratorExit), call("add", a=1), "error: GeneratorExit was raised"),
-        (_ends(asyncio.CancelledError), call("add", a=1), "error: CancelledError was raised"),
-        (lambda a: _ends(KeyboardInterrupt)(a=a), call("add", a=1), "error: KeyboardInterrupt was"),
+        (_ends(SystemExit), call("add", a=1), "error: SystemExit: "),
+        (_ends(GeneratorExit), call("add", a=1), "error: GeneratorExit: "),
+        (_ends(asyncio.CancelledError), call("add", a=1), "error: CancelledError: "),
+        (lambda a: _ends(KeyboardInterrupt)(a=a), call("add", a=1), "error: KeyboardInterrupt: "),
     ],
 )
 def test_whatever_goes_wrong_is_told_to_the_model(function: Any, said: str, answer: str) -> None:

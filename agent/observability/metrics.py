@@ -25,9 +25,8 @@ LABELS = {
     "cause": (*sorted(CAUSES), OTHER),
     "outcome": ("kept", "failed", "incomplete", "filtered"),
     "stage": ("generation", "verification"),
-    "reason": ("pause", "room", "slot", "staleness"),
 }
-"""All values of each label. For ``reason`` see `RolloutObserver.wait_ended`."""
+"""All values of each label."""
 
 _LATENCY = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 _WAIT = (0.001, 0.005, 0.02, 0.1, 0.5, 1, 5, 10, 30, 60, 300, 1800)
@@ -61,7 +60,6 @@ _FAMILIES = (
     _Family("episodes_failed", "Episodes given up, by the cause of the last failure.", "cause"),
     _Family("episode_retries", "Failed attempts followed by another, by cause.", "cause"),
     _Family("episode_seconds", "Time of an attempt at an episode, failed or not.", None, _LATENCY),
-    _Family("queue_wait_seconds", "Wait of the next episode or a request.", "reason", _WAIT),
     _Family("groups", "Groups completed or given up, by outcome.", "outcome"),
     _Family("results_waiting", "Results of finished episodes that were not taken yet."),
     _Family("result_wait_seconds", "Time from an episode's end to its hand-over.", None, _WAIT),
@@ -144,9 +142,6 @@ class RolloutMetrics(RolloutObserver):
     def episode_started(self, qid: str, attempt: int) -> None:
         self._end(qid, "retry_wait")
         self._began[qid] = {("episode", 0): perf_counter()}
-
-    def wait_ended(self, reason: str, seconds: float) -> None:
-        self._series["queue_wait_seconds", reason].observe(seconds)
 
     def generation_started(self, qid: str, turn: int, num_prompt_tokens: int) -> None:
         self._begin(qid, "generation", turn)

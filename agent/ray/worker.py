@@ -16,7 +16,8 @@ import torch
 from trajpack.agent import errors
 from trajpack.agent.errors import EngineEndedError, EpisodeError, has_engine_ended
 from trajpack.agent.protocols import Agent, Engine, Environment, Prompt
-from trajpack.agent.runner.episode import RunnerContext, attempt_episode, check_serving
+from trajpack.agent.runner.episode import attempt_episode, check_serving
+from trajpack.agent.runner.runner import RolloutRunner
 from trajpack.packing.buffer.trajectory_arrays import TrajectoryArrays, as_array
 
 MakeWorker: TypeAlias = Callable[
@@ -124,8 +125,8 @@ class RolloutWorker:
     async def roll_out(self, prompt: Prompt, sampling: Any) -> TrajectoryArrays | EpisodeError:
         """Run an episode; return its trajectories, or an error that any process can unpickle."""
         try:
-            context = RunnerContext(*self._parts, sampling=sampling)
-            return TrajectoryArrays.of(await attempt_episode(context, prompt))
+            runner = RolloutRunner(*self._parts, sampling=sampling)
+            return TrajectoryArrays.of(await attempt_episode(runner, prompt))
         except EpisodeError as error:
             if has_engine_ended(error):
                 self._has_engine_ended.set()

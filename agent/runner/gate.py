@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class GenerationGate:
-    """Re-entrant pause switch for requests to an engine, with a count of requests in flight.
+    """Pause switch for requests to an engine, with a count of requests in flight.
 
     A pause also stops time limits, so that nothing is late for having waited at the gate.
     """
@@ -27,15 +27,11 @@ class GenerationGate:
         """Requests that were sent and have no reply yet."""
         self._num_closings = 0
         self._num_standstills = 0
-        self._limits: set[CancelScope] = set()
-        self._left_s: dict[CancelScope, float] = {}
-        # An event belongs to the event loop that first waits for it; a runner may see several.
-        self._changed: asyncio.Event | None = None
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether requests have to wait."""
-        return self._num_closings > 0
+        self._still_since = self._still_s = 0.0
+        self._limits: dict[CancelScope, float] = {}
+        """Ends of time limits, without the standstills before."""
+        self._changed = asyncio.Event()
+        """Set, and replaced, whenever something changes that others wait for."""
 
     @property
     def is_still(self) -> bool:
@@ -48,17 +44,20 @@ class GenerationGate:
         self._num_closings += 1
         try:
             while drain and self.num_in_flight:
-                await self._change()
-            with self.standstill():
+                await self._changed.wait()
+            self._count_standstill(1)
+            try:
                 yield
+            finally:
+                self._count_standstill(-1)
         finally:
             self._num_closings -= 1
-            self._wake(self._num_closings)
+            self._tell()
 
     async def wait_open(self) -> None:
         """Wait until requests may be sent."""
         while self._num_closings:
-            await self._change()
+            await self._changed.wait()
 
     @contextmanager
     def sending(self) -> Iterator[None]:
@@ -68,18 +67,23 @@ class GenerationGate:
             yield
         finally:
             self.num_in_flight -= 1
-            self._wake(self.num_in_flight)
+            self._tell()
 
     async def in_time(self, work: Awaitable[T], seconds: float | None, late: EpisodeError) -> T:
         """Return the result of ``work``, or cancel it after ``seconds`` and raise ``late``.
 
-        The time of a `standstill` does not count. Work that ignores its cancellation, or turns it
+        The time of a standstill does not count. Work that ignores its cancellation, or turns it
         into another error, is late all the same.
         """
+        from anyio import CancelScope, current_time
+
         if seconds is None:
             return await work
         failure: EpisodeError | None = None
-        with self._limit(seconds) as scope:
+        with CancelScope() as scope:
+            now = self._still_since if self.is_still else current_time()
+            self._limits[scope] = now - self._still_s + seconds
+            self._set_deadline(scope)
             try:
                 result = await work
                 if not scope.cancel_called:
@@ -88,52 +92,24 @@ class GenerationGate:
                 if not scope.cancel_called:
                     raise
                 failure = error
+            finally:
+                del self._limits[scope]
         raise late from failure
 
-    @contextmanager
-    def standstill(self) -> Iterator[None]:
-        """Stop all time limits while the context lasts."""
+    def _count_standstill(self, change: int) -> None:
         from anyio import current_time
 
-        self._num_standstills += 1
-        if self._num_standstills == 1:
-            for scope in self._limits:
-                self._stop(scope)
-        try:
-            yield
-        finally:
-            self._num_standstills -= 1
-            if not self._num_standstills:
-                while self._left_s:
-                    scope, left_s = self._left_s.popitem()
-                    scope.deadline = current_time() + left_s
+        if not self.is_still:
+            self._still_since = current_time()
+        self._num_standstills += change
+        if not self.is_still:
+            self._still_s += current_time() - self._still_since
+        for scope in self._limits:
+            self._set_deadline(scope)
 
-    @contextmanager
-    def _limit(self, seconds: float) -> Iterator[CancelScope]:
-        from anyio import CancelScope, current_time
+    def _set_deadline(self, scope: CancelScope) -> None:
+        scope.deadline = math.inf if self.is_still else self._limits[scope] + self._still_s
 
-        with CancelScope(deadline=current_time() + seconds) as scope:
-            self._limits.add(scope)
-            if self._num_standstills:
-                self._stop(scope)
-            try:
-                yield scope
-            finally:
-                self._limits.discard(scope)
-                self._left_s.pop(scope, None)
-
-    def _stop(self, scope: CancelScope) -> None:
-        from anyio import current_time
-
-        self._left_s[scope] = scope.deadline - current_time()
-        scope.deadline = math.inf
-
-    async def _change(self) -> None:
-        if self._changed is None:
-            self._changed = asyncio.Event()
-        await self._changed.wait()
-
-    def _wake(self, num_left: int) -> None:
-        if not num_left and self._changed is not None:
-            self._changed.set()
-            self._changed = None
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

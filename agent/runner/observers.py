@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from trajpack.agent.errors import EpisodeError
@@ -28,15 +26,6 @@ class RolloutObserver:
 
     def episode_started(self, qid: str, attempt: int) -> None:
         """Episode ``qid`` begins; ``attempt`` counts from 0."""
-
-    def wait_ended(self, reason: str, seconds: float) -> None:
-        """A wait of ``seconds``, which may be 0, is over.
-
-        The next episode waits, one after the other, for ``"room"`` (results that were not taken
-        and failed episodes that will begin again fill it), with a staleness policy for
-        ``"staleness"`` (newer weights) and for a ``"slot"`` (the runner's concurrency). A
-        request to the engine waits for the end of a ``"pause"``.
-        """
 
     def generation_started(self, qid: str, turn: int, num_prompt_tokens: int) -> None:
         """A request for the completion of a turn, from 0, goes to the engine."""
@@ -94,10 +83,3 @@ class Observers:
                     one_line(type(error).__name__),
                     one_line(error),
                 )
-
-    @contextmanager
-    def waiting(self, reason: str) -> Iterator[None]:
-        """Tell observers how long the context lasted, unless it was cancelled."""
-        began = time.perf_counter()
-        yield
-        self("wait_ended", reason, time.perf_counter() - began)

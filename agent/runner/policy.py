@@ -9,7 +9,6 @@ from typing import Literal, TypeAlias
 
 from trajpack.agent.errors import CAUSES, StaleEpisodeError
 from trajpack.agent.runner.results import EpisodeResult
-from trajpack.agent.runner.silence import PATIENCE_S
 from trajpack.agent.seeding import derive_seed
 from trajpack.packing.conversion import as_integer, merge_spans
 from trajpack.packing.types import Trajectory
@@ -128,19 +127,10 @@ class StalenessGate:
         limit = (self._policy.max_staleness + version + 1) * self._policy.batch_size
         return limit - self._num_accepted - self.num_running
 
-    def begin(self, version: int) -> None:
-        """Count a result as under way."""
-        self.capacity(version)  # notes the version at the first beginning
-        self.num_running += 1
-
-    def accept(self) -> None:
-        """Count a result that was under way as accepted."""
+    def end(self, *, is_accepted: bool) -> None:
+        """Count a result as no longer under way, and as accepted or not."""
         self.num_running -= 1
-        self._num_accepted = self.num_accepted + 1
-
-    def give_back(self, count: int = 1) -> None:
-        """Forget results that were under way."""
-        self.num_running -= count
+        self._num_accepted = self.num_accepted + is_accepted
 
 
 def oldest_version(trajectories: Iterable[Trajectory]) -> int | None:
@@ -213,26 +203,22 @@ class GroupPolicy:
     """Rules that accept or reject a group, for `RolloutRunner.run_groups`.
 
     Attributes:
-        incomplete: Treatment of a group with failed episodes: accept the others, reject the group,
-            or start further samples in their place.
-        max_refills: Further samples of one group at most; a group that needs more is rejected.
+        incomplete: Treatment of a group with failed episodes: accept the others, or reject the
+            group.
         filters: Filters, called in turn with the results that did not fail; the first reason
             rejects the group.
     """
 
-    incomplete: Literal["keep", "drop", "refill"] = "keep"
-    max_refills: int = 8
+    incomplete: Literal["keep", "drop"] = "keep"
     filters: Sequence[GroupFilter] = ()
 
     def __post_init__(self) -> None:
-        known = ("keep", "drop", "refill")
-        if self.incomplete not in known:
-            raise ValueError(f"incomplete must be one of {known}, got {self.incomplete!r}")
-        _check_least(self, max_refills=0)
+        if self.incomplete not in ("keep", "drop"):
+            raise ValueError(f"incomplete must be 'keep' or 'drop', got {self.incomplete!r}")
         object.__setattr__(self, "filters", tuple(self.filters))
-        for one in self.filters:
-            if not callable(one):
-                raise TypeError(f"a filter must be callable, got {type(one).__name__}")
+        for entry in self.filters:
+            if not callable(entry):
+                raise TypeError(f"a filter must be callable, got {type(entry).__name__}")
 
 
 @dataclass(frozen=True)
@@ -259,7 +245,7 @@ class RolloutPolicy:
     staleness: StalenessPolicy | None = None
     groups: GroupPolicy = field(default_factory=GroupPolicy)
     seed: int = 0
-    silence_warning_s: float | None = PATIENCE_S
+    silence_warning_s: float | None = 10.0
 
     def __post_init__(self) -> None:
         as_integer("seed", self.seed)

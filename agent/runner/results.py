@@ -76,7 +76,7 @@ class GroupResult:
     @property
     def trajectories(self) -> tuple[Trajectory, ...]:
         """Trajectories of all episodes that have succeeded, by sample."""
-        return tuple(one for result in self.results for one in result.trajectories)
+        return tuple(path for result in self.results for path in result.trajectories)
 
     @property
     def turns(self) -> list[Turn]:
@@ -89,7 +89,6 @@ class Progress:
     """Counts of a run so far.
 
     Attributes:
-        num_prompts: Prompts taken.
         num_started: Episodes begun, ``group_size`` to a prompt; each counts once, whatever its
             attempts.
         num_finished: Episodes ended, the failed ones included.
@@ -102,7 +101,6 @@ class Progress:
         elapsed_s: Seconds since the run began.
     """
 
-    num_prompts: int = 0
     num_started: int = 0
     num_finished: int = 0
     num_failed: int = 0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from trajpack.agent.blocking_work import wait_for_end
 from trajpack.agent.errors import EpisodeCancelledError, EpisodeError, has_engine_ended
 from trajpack.agent.protocols import Prompt
-from trajpack.agent.runner.episode import RunnerContext, attempt_episode, labelled
+from trajpack.agent.runner.episode import attempt_episode, check_serving, labelled
 from trajpack.agent.runner.policy import GroupPolicy, staleness_error
 from trajpack.agent.runner.results import Counters, EpisodeResult, GroupResult
 from trajpack.agent.seeding import derive_seed
@@ -20,14 +20,14 @@ from trajpack.packing.types import Trajectory, Turn
 if TYPE_CHECKING:
     from anyio import CancelScope
 
+    from trajpack.agent.runner.runner import RolloutRunner
+
 Prompts: TypeAlias = Iterable[Prompt] | AsyncIterable[Prompt]
 Outcome: TypeAlias = tuple[Trajectory, ...] | EpisodeError
 
 WEIGHTS = "weights newer than those of the last results (RolloutPolicy.staleness)"
 _VERSION_INTERVAL_S = 0.05
 """Seconds between looks at the engine's version, while episodes wait for newer weights."""
-_STARTED_AT_ONCE = 8
-"""Episodes that start before the event loop runs other tasks."""
 _END = object()
 """In place of a prompt, where there is no further one."""
 
@@ -37,43 +37,26 @@ class Group:
     """Samples of one prompt that are handed over together; a run by episodes has groups of one."""
 
     prompt: Prompt
-    """Prompt as given to the runner."""
     label: str
     """Group of its trajectories."""
-    first: int
-    """Sample that it begins with: a prompt that comes again goes on counting."""
     size: int
-    """Number of episodes that must succeed."""
-    num_expected: int
-    """Number of episodes that were started or are about to be."""
-    num_started: int = 0
-    """Number of episodes that were started, without refills."""
-    ended: dict[Episode, EpisodeResult] = field(default_factory=dict)
-    """Results of the episodes that have ended."""
+    """Number of its episodes."""
+    ended: dict[int, EpisodeResult] = field(default_factory=dict)
+    """Results of the episodes that have ended, by sample."""
 
     @property
     def is_complete(self) -> bool:
         """Whether no episode is under way."""
-        return len(self.ended) >= self.num_expected
-
-    def refill(self, policy: GroupPolicy) -> range:
-        """Return the samples to start in place of failed ones; none if that is too many."""
-        missing = self.size - sum(result.error is None for result in self.ended.values())
-        num_refills = self.num_expected + missing - self.size
-        if policy.incomplete != "refill" or num_refills > policy.max_refills:
-            missing = 0
-        begin = self.first + self.num_expected
-        self.num_expected += missing
-        return range(begin, begin + missing)
+        return len(self.ended) == self.size
 
     def judge(self, policy: GroupPolicy) -> GroupResult:
         """Return the result of the group, once no episode is under way."""
-        ordered = sorted(self.ended.values(), key=lambda result: result.sample)
+        ordered = [self.ended[sample] for sample in sorted(self.ended)]
         good = [result for result in ordered if result.error is None]
         rejected: str | None = None
         if not good:
             rejected = "failed"
-        elif len(good) < self.size and policy.incomplete != "keep":
+        elif len(good) < self.size and policy.incomplete == "drop":
             rejected = "incomplete"
         else:
             reasons = (reason_for(good) for reason_for in policy.filters)
@@ -84,16 +67,14 @@ class Group:
 
 @dataclass(eq=False)
 class Episode:
-    """One sample of a prompt, from its start until its group is handed over."""
+    """One sample of a prompt that is under way."""
 
     group: Group
     sample: int
+    scope: CancelScope
+    """Cancels its attempts."""
     attempts: int = 0
     """Number of attempts so far."""
-    has_slot: bool = False
-    """Whether it holds one of the slots of the runner's concurrency."""
-    scope: CancelScope | None = None
-    """Cancels the attempt that is under way."""
 
     @property
     def qid(self) -> str:
@@ -104,33 +85,28 @@ class Episode:
 class Run:
     """One call of `RolloutRunner.run` or `RolloutRunner.run_groups`.
 
-    One task takes prompts and starts episodes; each attempt at an episode is a task, too. What
-    becomes of them is decided where a task ends, and by the reader of `results`.
+    One task takes prompts; each episode is a task, too, with all of its attempts. The reader of
+    `results` gathers what they return.
     """
 
-    def __init__(self, context: RunnerContext, prompts: Prompts, *, by_group: bool) -> None:
-        self._context = context
+    def __init__(self, runner: RolloutRunner, prompts: Prompts, *, by_group: bool) -> None:
+        self._runner = runner
         self._prompts = prompts
         self._by_group = by_group
-        self._slots = asyncio.Semaphore(context.concurrency)
-        # An episode is open until its result is taken, so that results that are not taken, and
-        # failed episodes that wait for their retry, stop new ones.
+        self._slots = asyncio.Semaphore(runner.concurrency)
         self._num_open = 0
+        """Episodes whose result was not taken: they stop new ones."""
+        self._has_room = asyncio.Event()
         self._tasks: dict[asyncio.Task[Outcome], Episode] = {}
         self._taking: asyncio.Task[None] | None = None
-        # None wakes the reader, for progress or at an end; a group without an episode was cut
-        # short after its last episode had ended.
-        self._events: asyncio.Queue[tuple[Group, Episode | None, EpisodeResult | None] | None]
-        self._events = asyncio.Queue()
-        self._changed = asyncio.Event()
+        self._events: asyncio.Queue[tuple[Group, EpisodeResult] | None] = asyncio.Queue()
+        """Results of episodes; None wakes the reader, for progress or at an end."""
         self._counters = Counters()
-        self._num_occurrences: Counter[str] = Counter()
-        self._num_groups = 0  # under way
-        self._num_waits = 0
-        self._has_replied = False
-        self._is_stopping = False
-        self._is_cancelling = False
+        self._num_groups = 0
+        """Groups under way."""
+        self._is_stopping = self._is_cancelling = False
         self._failure: BaseException | None = None
+        """Exception that ends the run."""
 
     def stop(self, *, drain: bool) -> None:
         """Start no more episodes; cancel those in flight, unless they are to ``drain``."""
@@ -140,61 +116,43 @@ class Run:
         if not drain:
             self._is_cancelling = True
             for episode in self._tasks.values():
-                if episode.scope is not None:
-                    episode.scope.cancel()
-
-    def wake(self) -> None:
-        """Check again whether an episode may start."""
-        self._changed.set()
+                episode.scope.cancel()
 
     async def results(self) -> AsyncGenerator[GroupResult, None]:
         """Yield the result of each group as its last episode ends."""
-        policy = self._context.policy.groups
+        runner = self._runner
+        check_serving(runner.engine)
+        runner.begin_run(self)
         self._taking = asyncio.create_task(self._take_prompts())
         self._taking.add_done_callback(self._has_taken)
-        if self._is_stopping:
-            self._taking.cancel()
         try:
             while self._num_groups or not (self._taking.done() and self._events.empty()):
                 event = await self._events.get()
-                if event is None:
-                    self._look()
-                    continue
-                group, episode, result = event
-                if episode is not None and result is not None:
-                    self._take(episode, result)
-                if group.is_complete and not self._is_stopping:
-                    for sample in group.refill(policy):
-                        self._open(Episode(group, sample))
-                if group.is_complete:
-                    judged = group.judge(policy)
-                    self._hand_over(judged)
-                    yield judged
+                if self._failure is not None:
+                    raise self._failure
+                group = None if event is None else self._take(*event)
+                if runner.on_progress is not None:
+                    runner.on_progress(self._counters.progress())
+                if group is not None and group.is_complete:
+                    yield self._hand_over(group)
+            if not self._is_cancelling:
+                self._counters.log_outcome()
         finally:
-            is_cancelled = self._is_cancelling
             self.stop(drain=False)
             await wait_for_end(self._taking, *self._tasks)
-            if self._context.staleness is not None:
-                self._context.staleness.give_back(self._num_groups)
-        if not is_cancelled:
-            self._counters.log_outcome()
+            if runner.staleness is not None:
+                runner.staleness.num_running -= self._num_groups
+            runner.end_run(self)
 
-    def _look(self) -> None:
-        """Show progress, and raise what ended the run."""
-        if self._failure is not None:
-            raise self._failure
-        if self._has_replied:
-            self._has_replied = False
-            self._show_progress()
-
-    def _take(self, episode: Episode, result: EpisodeResult) -> None:
-        """Make room for another episode, and count a result in its group."""
+    def _take(self, group: Group, result: EpisodeResult) -> Group:
+        """Make room for another episode, and add a result to its group."""
         self._num_open -= 1
-        self.wake()
-        episode.group.ended[episode] = result
+        self._has_room.set()
+        group.ended[result.sample] = result
         self._counters.count_result(result)
-        self._refuse_stale(episode.group)
-        self._show_progress()
+        if group.is_complete:
+            self._refuse_stale(group)
+        return group
 
     def _has_taken(self, taking: asyncio.Task[None]) -> None:
         """Note that there are no further prompts, or why."""
@@ -206,152 +164,122 @@ class Run:
 
     def _refuse_stale(self, group: Group) -> None:
         """Retry the episodes of a group whose results are stale now, or make them failures."""
-        context = self._context
-        for episode, result in list(group.ended.items()):
-            error = staleness_error(result, context.policy.staleness, context.engine.version)
+        staleness, version = self._runner.policy.staleness, self._runner.engine.version
+        for sample, result in list(group.ended.items()):
+            error = staleness_error(result, staleness, version)
             if error is None:
                 continue
-            is_final = not self._may_retry(episode, error)
-            self._tell_end(episode, error, final=is_final)
             self._counters.count_result(result, -1)
+            is_final = not self._may_retry(error, result.attempts)
+            self._tell_end(result.qid, result.attempts, error, final=is_final)
             if is_final:
-                group.ended[episode] = replace(result, trajectories=(), error=error)
-                self._counters.count_result(group.ended[episode])
+                group.ended[sample] = replace(result, trajectories=(), error=error)
+                self._counters.count_result(group.ended[sample])
             else:
-                del group.ended[episode]
-                self._open(episode)
+                del group.ended[sample]
+                self._open(group, sample, result.attempts)
 
-    def _hand_over(self, judged: GroupResult) -> None:
-        """Count a group as handed over, and tell observers."""
+    def _hand_over(self, group: Group) -> GroupResult:
+        """Judge a group, count it as handed over, and tell observers."""
+        runner = self._runner
+        judged = group.judge(runner.policy.groups)
         self._num_groups -= 1
-        if (gate := self._context.staleness) is not None:
-            gate.accept() if judged.rejected is None else gate.give_back()
-        self.wake()
+        if runner.staleness is not None:
+            runner.staleness.end(is_accepted=judged.rejected is None)
         self._counters.count_group(judged)
-        tell, version = self._context.tell, self._context.engine.version
-        for result in judged.results:
-            if judged.rejected is None and result.error is None:
-                tell("result_accepted", result, version)
+        if judged.rejected is None:
+            for result in judged.results:
+                if result.error is None:
+                    runner.tell("result_accepted", result, runner.engine.version)
         if self._by_group:
-            tell("group_ended", judged.prompt.id, judged.results, judged.rejected)
+            runner.tell("group_ended", judged.prompt.id, judged.results, judged.rejected)
+        return judged
 
     async def _take_prompts(self) -> None:
         source: Any = self._prompts
         is_async = isinstance(source, AsyncIterable)
         prompts = aiter(source) if is_async else iter(source)
+        num_occurrences = Counter[str]()
         while True:
-            await self._wait_for_turn(begins_group=True)
-            with self._context.awaiting("the next item of the iterator of prompts"):
+            await self._wait_for_turn()
+            with self._runner.awaiting("the next item of the iterator of prompts"):
                 prompt = await anext(prompts, _END) if is_async else next(prompts, _END)
             if prompt is _END:
                 return
             if not isinstance(prompt, Prompt):
                 raise TypeError(f"prompts must be Prompts, got {type(prompt).__name__}")
-            self._counters.counts["num_prompts"] += 1
-            await self._start_samples(prompt)
+            occurrence = num_occurrences[prompt.id]
+            num_occurrences[prompt.id] += 1
+            label = f"{prompt.id}#{occurrence}" if occurrence else prompt.id
+            for samples in self._groups_of(prompt, occurrence):
+                await self._wait_for_turn()
+                group = Group(prompt, label, len(samples))
+                self._num_groups += 1
+                if self._runner.staleness is not None:
+                    self._runner.staleness.num_running += 1
+                for sample in samples:
+                    self._open(group, sample)
 
-    async def _start_samples(self, prompt: Prompt) -> None:
-        """Start the samples of a prompt, the first of them without waiting for its turn."""
-        occurrence = self._num_occurrences[prompt.id]
-        self._num_occurrences[prompt.id] += 1
-        label = f"{prompt.id}#{occurrence}" if occurrence else prompt.id
-        samples = self._samples_of(prompt, occurrence)
-        size = len(samples) if self._by_group else 1
-        group = Group(prompt, label, 0, size, size)
-        try:
-            for place, sample in enumerate(samples):
-                begins_group = place % size == 0
-                if place:
-                    await self._wait_for_turn(begins_group=begins_group)
-                await self._slots.acquire()
-                if begins_group:
-                    group = Group(prompt, label, sample, size, size)
-                    self._num_groups += 1
-                    if self._context.staleness is not None:
-                        self._context.staleness.begin(self._context.engine.version)
-                group.num_started += 1
-                self._open(Episode(group, sample, has_slot=True))
-        finally:
-            if 0 < group.num_started < size:
-                group.num_expected = group.num_started
-                if group.is_complete:  # otherwise the last of its results will complete it
-                    self._events.put_nowait((group, None, None))
+    def _groups_of(self, prompt: Prompt, occurrence: int) -> Sequence[Sequence[int]]:
+        """Return the samples of a prompt to start, by group; of a group, all or none."""
+        size, finished = self._runner.group_size, self._runner.finished
+        samples = range(occurrence * size, (occurrence + 1) * size)
+        missing = [k for k in samples if f"{prompt.id}@{k}" not in finished]
+        if self._by_group:
+            return [samples] if missing else []
+        return [[sample] for sample in missing]
 
-    def _samples_of(self, prompt: Prompt, occurrence: int) -> Sequence[int]:
-        """Return the samples of a prompt to start; of a group, all or none."""
-        context, size = self._context, self._context.group_size
-        groups = context.policy.groups
-        most = size + groups.max_refills if groups.incomplete == "refill" else size
-        first = occurrence * most
-        samples = range(first, first + size)
-        if not context.finished:
-            return samples
-        if not self._by_group:
-            return [k for k in samples if f"{prompt.id}@{k}" not in context.finished]
-        known = range(first, first + most)
-        num_finished = sum(f"{prompt.id}@{k}" in context.finished for k in known)
-        return samples if num_finished < size else []
+    async def _wait_for_turn(self) -> None:
+        """Wait until a group may begin, without taking what episodes under way may need."""
+        runner = self._runner
+        await asyncio.sleep(0)  # the last episode takes its slot
+        while self._num_open >= 2 * runner.concurrency:
+            self._has_room.clear()
+            await self._has_room.wait()
+        while (gate := runner.staleness) is not None and gate.capacity(runner.engine.version) < 1:
+            with runner.awaiting(WEIGHTS):
+                await asyncio.sleep(_VERSION_INTERVAL_S)
+        async with self._slots:
+            pass
 
-    async def _wait_for_turn(self, *, begins_group: bool) -> None:
-        """Wait until an episode may start, without taking what episodes under way may need."""
-        context = self._context
-        with context.tell.waiting("room"):
-            while self._num_open >= 2 * context.concurrency:
-                self._changed.clear()
-                await self._changed.wait()
-        if begins_group and (gate := context.staleness) is not None:
-            from anyio import move_on_after
-
-            with context.tell.waiting("staleness"):
-                while gate.capacity(context.engine.version) < 1:
-                    self._changed.clear()
-                    with context.awaiting(WEIGHTS), move_on_after(_VERSION_INTERVAL_S):
-                        await self._changed.wait()
-        with context.tell.waiting("slot"):
-            async with self._slots:
-                pass
-        self._num_waits += 1
-        if self._num_waits % _STARTED_AT_ONCE == 0:
-            await asyncio.sleep(0)
-
-    def _open(self, episode: Episode) -> None:
-        """Start an episode whose result will be taken."""
-        self._num_open += 1
-        self._counters.counts["num_started"] += episode.attempts == 0
-        self._start(episode)
-
-    def _start(self, episode: Episode, wait_s: float = 0.0) -> None:
-        task = asyncio.create_task(self._attempt(episode, wait_s), name=f"episode {episode.qid}")
-        self._tasks[task] = episode
-        task.add_done_callback(self._attempt_ended)
-
-    async def _attempt(self, episode: Episode, wait_s: float) -> Outcome:
-        """Run the next attempt at an episode after a wait, as soon as there is a slot for it."""
+    def _open(self, group: Group, sample: int, attempts: int = 0) -> None:
+        """Start an episode, after ``attempts`` if they gave a stale result."""
         from anyio import CancelScope
 
-        context, given = self._context, episode.group.prompt
-        seed = context.policy.seed if given.seed is None else given.seed
-        prompt = replace(given, id=episode.qid, seed=derive_seed(seed, episode.qid))
-        count_turn = None if context.on_progress is None else self._count_turn
-        with CancelScope() as episode.scope:
-            if self._is_cancelling:
-                episode.scope.cancel()
-            if wait_s or self._is_cancelling:
-                await asyncio.sleep(wait_s)
-            if not episode.has_slot:
-                await self._slots.acquire()
-                episode.has_slot = True
-            episode.attempts += 1
-            context.tell("episode_started", episode.qid, episode.attempts - 1)
-            try:
-                found = await attempt_episode(context, prompt, count_turn=count_turn)
-            except EpisodeError as error:
-                return error
-            return labelled(found, episode.group.label)
-        return EpisodeCancelledError(episode.qid, "it was stopped")
+        episode = Episode(group, sample, CancelScope(), attempts)
+        self._num_open += 1
+        self._counters.counts["num_started"] += attempts == 0
+        task = asyncio.create_task(self._roll_out(episode), name=f"episode {episode.qid}")
+        self._tasks[task] = episode
+        task.add_done_callback(self._has_ended)
 
-    def _attempt_ended(self, task: asyncio.Task[Outcome]) -> None:
-        """Retry an episode, or give its result to the reader."""
+    async def _roll_out(self, episode: Episode) -> Outcome:
+        """Run an episode, each attempt as soon as there is a slot for it."""
+        runner, group, qid = self._runner, episode.group, episode.qid
+        seed = runner.policy.seed if group.prompt.seed is None else group.prompt.seed
+        prompt = replace(group.prompt, id=qid, seed=derive_seed(seed, qid))
+        count_turn = None if runner.on_progress is None else self._count_turn
+        with episode.scope:
+            while True:
+                async with self._slots:
+                    if self._is_stopping and not episode.attempts:
+                        break
+                    episode.attempts += 1
+                    runner.tell("episode_started", qid, episode.attempts - 1)
+                    try:
+                        sampled = await attempt_episode(runner, prompt, count_turn=count_turn)
+                        return labelled(sampled, group.label)
+                    except EpisodeError as error:
+                        if has_engine_ended(error):
+                            self.stop(drain=True)
+                        if not self._may_retry(error, episode.attempts):
+                            return error
+                        self._tell_end(qid, episode.attempts, error, final=False)
+                await asyncio.sleep(runner.policy.retries.wait.seconds(qid, episode.attempts))
+        return EpisodeCancelledError(qid, "it was stopped")
+
+    def _has_ended(self, task: asyncio.Task[Outcome]) -> None:
+        """Give the result of an episode to the reader."""
         episode = self._tasks.pop(task)
         outcome: Outcome
         if task.cancelled():
@@ -362,37 +290,22 @@ class Run:
         else:
             outcome = task.result()
         error = outcome if isinstance(outcome, EpisodeError) else None
-        if has_engine_ended(error):
-            self.stop(drain=True)
-        is_final = error is None or not self._may_retry(episode, error)
+        trajectories = () if isinstance(outcome, EpisodeError) else outcome
         if episode.attempts:
-            self._tell_end(episode, error, final=is_final)
-        if is_final:
-            found = () if isinstance(outcome, EpisodeError) else outcome
-            attempts = max(episode.attempts, 1)
-            result = EpisodeResult(episode.group.prompt, found, error, episode.sample, attempts)
-            self._events.put_nowait((episode.group, episode, result))
-        if episode.has_slot:  # afterwards, so that the reader runs before the next prompt
-            episode.has_slot = False
-            self._slots.release()
-        if not is_final:
-            wait = self._context.policy.retries.wait
-            self._start(episode, wait.seconds(episode.qid, episode.attempts))
+            self._tell_end(episode.qid, episode.attempts, error, final=True)
+        prompt, attempts = episode.group.prompt, max(episode.attempts, 1)
+        result = EpisodeResult(prompt, trajectories, error, episode.sample, attempts)
+        self._events.put_nowait((episode.group, result))
 
-    def _may_retry(self, episode: Episode, error: EpisodeError) -> bool:
-        allows = self._context.policy.retries.allows
-        return not self._is_stopping and allows(error.cause, episode.attempts)
+    def _may_retry(self, error: EpisodeError, attempts: int) -> bool:
+        return not self._is_stopping and self._runner.policy.retries.allows(error.cause, attempts)
 
-    def _tell_end(self, episode: Episode, error: object, *, final: bool) -> None:
-        tell, number = self._context.tell, episode.attempts - 1
-        tell("episode_ended", episode.qid, number, error, final=final)
+    def _tell_end(
+        self, qid: str, attempts: int, error: EpisodeError | None, *, final: bool
+    ) -> None:
+        self._runner.tell("episode_ended", qid, attempts - 1, error, final=final)
 
     def _count_turn(self, turn: Turn) -> None:
         self._counters.count_turn(turn)
-        if not self._has_replied:
-            self._has_replied = True
+        if self._events.empty():
             self._events.put_nowait(None)
-
-    def _show_progress(self) -> None:
-        if self._context.on_progress is not None:
-            self._context.on_progress(self._counters.progress())

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
 
-from trajpack.agent.runner.episode import RunnerContext, check_serving
-from trajpack.agent.runner.policy import GroupPolicy
+from trajpack.agent.protocols import Engine, SamplingParams
+from trajpack.agent.runner.episode import coroutine_of
+from trajpack.agent.runner.gate import GenerationGate
+from trajpack.agent.runner.observers import Observers, RolloutObserver
+from trajpack.agent.runner.policy import GroupPolicy, RolloutPolicy, StalenessGate
 from trajpack.agent.runner.results import EpisodeResult, GroupResult, Progress
 from trajpack.agent.runner.run import Prompts, Run
+from trajpack.agent.runner.silence import SilenceTimer
+from trajpack.packing.conversion import as_integer
+from trajpack.packing.optional import require
 
 __all__ = ["EpisodeResult", "GroupResult", "Progress", "RolloutRunner"]
 
 
-class RolloutRunner(RunnerContext):
+@dataclass(eq=False)
+class RolloutRunner:
     """Rolls prompts out: one agent and one environment, any number of episodes at once.
 
     Sample ``k`` of the prompt ``q`` is the episode ``q@k``. Its trajectories get the group
@@ -27,14 +36,13 @@ class RolloutRunner(RunnerContext):
         agent: Agent that collects the trajectories, or the coroutine function that is one.
         environment: Environment that all episodes share.
         concurrency: Episodes in flight at most. As many more may wait for their next attempt,
-            or to be taken; then no new ones start.
+            or to be taken; then no new prompts are taken.
         group_size: Episodes for each prompt.
         sampling: Sampling parameters of requests that name none; None takes `SamplingParams()`.
         policy: Retries, time limits, staleness, groups, and the seed.
         observers: Told of every step. An exception of one is logged and goes no further.
         finished: Names of episodes that are not started again, such as those of a
-            `TrajectoryLog`. A group is started as a whole, unless ``group_size`` of its episodes
-            are finished.
+            `TrajectoryLog`. A group is started as a whole, unless all of its episodes are finished.
         on_progress: Called while results are waited for, after replies of the engine and
             before each result is handed over. Its exception ends the run.
 
@@ -43,8 +51,40 @@ class RolloutRunner(RunnerContext):
         ValueError: If ``concurrency`` or ``group_size`` is below 1.
     """
 
+    engine: Engine
+    agent: Any
+    environment: Any
+    _: KW_ONLY
+    concurrency: int = 64
+    group_size: int = 1
+    sampling: Any = None
+    policy: RolloutPolicy = field(default_factory=RolloutPolicy)
+    observers: Sequence[RolloutObserver] = ()
+    finished: Collection[str] = ()
+    on_progress: Callable[[Progress], None] | None = None
+
     def __post_init__(self) -> None:
-        super().__post_init__()
+        for name in ("concurrency", "group_size"):
+            if as_integer(name, getattr(self, name)) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not isinstance(self.policy, RolloutPolicy):
+            raise TypeError(f"policy must be a RolloutPolicy, got {type(self.policy).__name__}")
+        if isinstance(self.finished, str):
+            raise TypeError(f"finished must be several names, got {self.finished!r}")
+        require("anyio")
+        self.finished = frozenset(self.finished)
+        self.run_agent = coroutine_of(self.agent)
+        self.sampling = SamplingParams() if self.sampling is None else self.sampling
+        staleness = self.policy.staleness
+        self.staleness = None if staleness is None else StalenessGate(staleness)
+        """Counts of results accepted and under way, if the policy limits staleness."""
+        self.tell = Observers(self.observers)
+        self.gate = GenerationGate()
+        self.silence = SilenceTimer(self.policy.silence_warning_s, self._waits_for)
+        self.num_attempts = self.num_calls = 0
+        """Attempts at episodes, and calls of the environment, that are under way."""
+        self._awaited: list[str] = []
+        """What runs wait for while no episode is under way: prompts, or newer weights."""
         self._runs: set[Run] = set()
 
     async def run(self, prompts: Prompts) -> AsyncGenerator[EpisodeResult, None]:
@@ -63,36 +103,31 @@ class RolloutRunner(RunnerContext):
         """
         if self.policy.groups != GroupPolicy():
             raise ValueError("the policy has rules for groups, which run does not look at")
-        with self._running(prompts, by_group=False) as run:
-            async with aclosing(run.results()) as groups:
-                async for group in groups:
-                    yield group.results[0]
+        async with aclosing(Run(self, prompts, by_group=False).results()) as groups:
+            async for group in groups:
+                yield group.results[0]
 
-    async def run_groups(self, prompts: Prompts) -> AsyncGenerator[GroupResult, None]:
+    def run_groups(self, prompts: Prompts) -> AsyncGenerator[GroupResult, None]:
         """Yield a group for each prompt, in the order in which they are complete.
 
         Groups that the policy rejects are yielded too, with the reason. For staleness, a group
-        counts as one result. An episode that was stopped counts as failed, and a group that was
-        stopped before all of its episodes started is not complete. Otherwise as `run`; a filter may
-        raise, too.
+        counts as one result. An episode that was stopped counts as failed. Otherwise as `run`; a
+        filter may raise, too.
         """
-        with self._running(prompts, by_group=True) as run:
-            async with aclosing(run.results()) as groups:
-                async for group in groups:
-                    yield group
+        return Run(self, prompts, by_group=True).results()
 
     def stop(self, *, drain: bool = True) -> None:
         """Stop starting episodes in all current runs, then finish these runs.
 
         Their generators still yield a result for each episode that has started: as it ends if
-        they ``drain``, otherwise at once, with an `EpisodeCancelledError`. An episode that fails
-        meanwhile is not retried. Later runs are not affected.
+        they ``drain``, otherwise at once, with an `EpisodeCancelledError`. Episodes of a group that
+        have not started get that error, too. An episode that fails meanwhile is not retried. Later
+        runs are not affected.
         """
         for run in list(self._runs):
             run.stop(drain=drain)
 
-    @asynccontextmanager
-    async def paused(self, *, drain: bool = False) -> AsyncIterator[None]:
+    def paused(self, *, drain: bool = False) -> AbstractAsyncContextManager[None]:
         """Hold back requests to the engine while the context lasts, for a weight update.
 
         Episodes go on until their next request, which waits until the end of the context; of
@@ -103,23 +138,37 @@ class RolloutRunner(RunnerContext):
             drain: Wait first until every request was answered, those of a failed episode until
                 the episode has ended. Time limits run until then.
         """
-        try:
-            async with self.gate.paused(drain=drain):
-                yield
-        finally:
-            for run in self._runs:
-                run.wake()
+        return self.gate.paused(drain=drain)
 
-    @contextmanager
-    def _running(self, prompts: Prompts, *, by_group: bool) -> Iterator[Run]:
-        check_serving(self.engine)
-        run = Run(self, prompts, by_group=by_group)
+    def begin_run(self, run: Run) -> None:
+        """Note a run that has begun."""
         if not self._runs:
             self.silence.start()
         self._runs.add(run)
+
+    def end_run(self, run: Run) -> None:
+        """Forget a run that has ended."""
+        self._runs.discard(run)
+        if not self._runs:
+            self.silence.stop()
+
+    @contextmanager
+    def awaiting(self, what: str) -> Iterator[None]:
+        """Note what a run waits for while the context lasts."""
+        self._awaited.append(what)
         try:
-            yield run
+            yield
         finally:
-            self._runs.discard(run)
-            if not self._runs:
-                self.silence.stop()
+            self._awaited.remove(what)
+
+    def _waits_for(self) -> str:
+        if self.gate.is_still or getattr(self.engine, "is_remote", False):
+            return ""  # of episodes elsewhere no sign comes
+        if not self.num_attempts:
+            return f"waiting for {self._awaited[0]}" if self._awaited else ""
+        engine, environment = type(self.engine).__name__, type(self.environment).__name__
+        return (
+            f"episodes under way: {self.num_attempts}, open requests to {engine}: "
+            f"{self.gate.num_in_flight}, open calls of {environment}: {self.num_calls}; "
+            "RolloutPolicy(episode_timeout_s=...) ends such episodes"
+        )

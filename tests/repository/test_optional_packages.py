@@ -140,10 +140,10 @@ def test_without_extras_packing_works_and_the_rest_names_what_to_install(tmp_pat
 
 
 BEHIND = {
-    "agent/blocking_work.py": "agent/runner/episode.py",
-    "agent/runner/gate.py": "agent/runner/episode.py",
-    "agent/runner/run.py": "agent/runner/episode.py",
-    "agent/runner/replies.py": "agent/runner/episode.py",
+    "agent/blocking_work.py": "agent/runner/runner.py",
+    "agent/runner/gate.py": "agent/runner/runner.py",
+    "agent/runner/run.py": "agent/runner/runner.py",
+    "agent/runner/replies.py": "agent/runner/runner.py",
     "agent/environments/answer_worker.py": "agent/environments/math_verify.py",
     "agent/ray/worker.py": "agent/ray/workers.py",
     "agent/servers/client.py": "agent/servers/control.py",

@@ -22,7 +22,6 @@ from tests.agent.chaos.faults import FaultyEngine, FaultyEnvironment
 from trajpack.agent.errors import EngineEndedError
 from trajpack.agent.protocols import GenerationOutput, GenerationRequest, Prompt
 from trajpack.agent.runner.policy import (
-    RETRIED,
     BackOff,
     GroupPolicy,
     RetryPolicy,
@@ -34,7 +33,6 @@ from trajpack.agent.runner.runner import EpisodeResult, RolloutRunner
 from trajpack.packing.trajectory_log.log import TrajectoryLog
 
 GROUP_SIZE = 4
-MAX_REFILLS = 6
 
 
 class Stage:
@@ -59,47 +57,39 @@ def chaos_plan(seed: int) -> FaultPlan:
     return FaultPlan(seed, rates("engine", 0.02), rates("environment", 0.02))
 
 
-def foretold_group(account: Account, prompt: str) -> tuple[int, str | None]:
-    """Return how many samples a prompt must have had, and why its group must be rejected."""
-    rule, num_samples = account.policy.groups.incomplete, GROUP_SIZE
-    while True:
-        causes = [account.foretold(f"{prompt}@{k}")[1] for k in range(num_samples)]
-        num_good = causes.count(None)
-        missing = GROUP_SIZE - num_good
-        if rule != "refill" or not missing or num_samples + missing > GROUP_SIZE + MAX_REFILLS:
-            break
-        num_samples += missing
-    if not num_good:
-        return num_samples, "failed"
-    is_kept = not missing or rule == "keep"
-    return num_samples, None if is_kept else "incomplete"
+def foretold_rejection(account: Account, prompt: str) -> str | None:
+    """Return why the group of a prompt must be rejected."""
+    causes = [account.foretold(f"{prompt}@{k}")[1] for k in range(GROUP_SIZE)]
+    if None not in causes:
+        return "failed"
+    is_whole = set(causes) == {None}
+    return None if is_whole or account.policy.groups.incomplete == "keep" else "incomplete"
 
 
-@pytest.mark.parametrize("incomplete", ["keep", "drop", "refill"])
+@pytest.mark.parametrize("incomplete", ["keep", "drop"])
 def test_groups_become_what_the_rule_says_and_no_sample_is_lost(
-    incomplete: Literal["keep", "drop", "refill"],
+    incomplete: Literal["keep", "drop"],
 ) -> None:
-    groups = GroupPolicy(incomplete, max_refills=MAX_REFILLS)
-    policy = chaos_policy(groups=groups, retries=RetryPolicy(2, wait=BackOff(0.5)))
-    account = Account(chaos_plan(3), policy)
+    groups, retries = GroupPolicy(incomplete), RetryPolicy(2, wait=BackOff(0.5))
+    account = Account(chaos_plan(3), chaos_policy(groups=groups, retries=retries))
     stage = Stage(account)
-    outcomes: dict[str, tuple[int, str | None]] = {}
+    outcomes: dict[str, str | None] = {}
 
     async def body() -> None:
         async with stage.engine:
             runner = stage.runner(group_size=GROUP_SIZE)
             async for group in runner.run_groups(chaos_prompts(60)):
                 assert group.prompt.id not in outcomes
-                outcomes[group.prompt.id] = (len(group.results), group.rejected)
-                assert [one.sample for one in group.results] == list(range(len(group.results)))
+                outcomes[group.prompt.id] = group.rejected
+                assert [result.sample for result in group.results] == list(range(GROUP_SIZE))
                 for result in group.results:
                     stage.take(result)
 
     run_skipping(body())
-    assert outcomes == {f"q{k}": foretold_group(account, f"q{k}") for k in range(60)}
+    assert outcomes == {f"q{k}": foretold_rejection(account, f"q{k}") for k in range(60)}
     assert account.num_doubled == 0
     assert account.misnamed == []
-    assert len(set(outcomes.values())) > 2 - (incomplete == "keep")
+    assert len(set(outcomes.values())) == (2 if incomplete == "keep" else 3)
 
 
 class Mortal(FaultyEngine):
@@ -204,9 +194,7 @@ def tickets() -> list[asyncio.Task[Any]]:
 
 def test_whoever_kills_tasks_kills_only_those_episodes() -> None:
     """Tasks are killed wherever they are: asking, being judged, waiting for their next attempt."""
-    retries = RetryPolicy(20, RETRIED | {"cancelled"}, BackOff(0.5, 4.0))
-    besides = frozenset({"cancelled"})
-    account = Account(chaos_plan(6), chaos_policy(retries=retries), besides=besides)
+    account = Account(chaos_plan(6), besides=frozenset({"cancelled"}))
     stage = Stage(account)
     num_killed = 0
 
@@ -229,10 +217,9 @@ def test_whoever_kills_tasks_kills_only_those_episodes() -> None:
     assert len(account.seen) == 200
     assert account.num_doubled == 0
     assert account.misnamed == []
-    assert num_killed > 60
+    assert num_killed > 50
     assert account.num_accepted > 100
-    assert account.tried_again["cancelled"] > 25
-    assert set(account.failed) <= {"cancelled"}  # where the next attempt was being waited for
+    assert account.failed["cancelled"] >= num_killed / 2
 
 
 def test_a_task_that_is_killed_before_it_begins_is_a_failed_episode() -> None:

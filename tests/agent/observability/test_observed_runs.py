@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client import start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.agent.runner.runner_cases import EchoEngine, TwoTurns, prompts, runner, until
+from tests.agent.runner.runner_cases import EchoEngine, TwoTurns, prompts, runner
 from trajpack.agent.errors import ServerUnavailableError
 from trajpack.agent.observability.metrics import RolloutMetrics
 from trajpack.agent.observability.tracing import RolloutTracer
@@ -32,7 +32,6 @@ from trajpack.agent.runner.runner import EpisodeResult, RolloutRunner
 from trajpack.packing.types import Trajectory
 
 PROMPTS = [Prompt(f"q{k}", [1, 2, 3]) for k in range(150)]
-A_WHILE_S = 0.05
 
 
 class ShuffledEngine(EchoEngine):
@@ -93,9 +92,6 @@ class Watch:
 
     def __call__(self, name: str, **labels: str) -> float | None:
         return self.metrics.registry.get_sample_value(f"trajpack_{name}", labels)
-
-    def wait(self, what: str, *, reason: str) -> float:
-        return self(f"queue_wait_seconds_{what}", reason=reason) or 0.0
 
     def runner(self, engine: ShuffledEngine, **options: Any) -> RolloutRunner:
         observers = [self.metrics, self.tracer]
@@ -199,52 +195,6 @@ def test_a_run_that_is_left_early_leaves_nothing_open() -> None:
     ids = [span.context.span_id for span in spans if span.context]
     assert len(set(ids)) == len(ids)
     assert {span.parent.span_id for span in spans if span.parent} <= set(ids)
-
-
-def test_new_weights_are_waited_for_and_so_is_a_slot() -> None:
-    async def body() -> None:
-        policy = RolloutPolicy(staleness=StalenessPolicy(max_staleness=0, batch_size=2))
-        agent = TwoTurns(before=lambda _: asyncio.sleep(A_WHILE_S))
-        async with EchoEngine() as engine:
-            run = runner(engine, agent, observers=[watch.metrics], policy=policy, concurrency=1)
-            async with aclosing(run.run(prompts(4))) as results:
-                for _ in range(2):
-                    await anext(results)
-                await asyncio.sleep(A_WHILE_S)
-                assert count("count", reason="staleness") == 2  # the third goes on
-                engine.version = 1
-                for _ in range(2):
-                    await anext(results)
-
-    watch = Watch()
-    count = watch.wait
-    asyncio.run(body())
-    assert count("count", reason="staleness") >= 4
-    assert count("sum", reason="staleness") >= A_WHILE_S / 2
-    assert count("sum", reason="slot") >= A_WHILE_S  # the second episode waits for the first
-    assert count("count", reason="pause") == 0
-
-
-def test_requests_that_a_pause_holds_back_are_counted() -> None:
-    async def body() -> None:
-        async with EchoEngine() as engine:
-            agent = TwoTurns()
-            run = runner(engine, agent, observers=[watch.metrics])
-            async with run.paused():
-                rolling = asyncio.ensure_future(collect(run))
-                await until(lambda: agent.active == 3)
-                await asyncio.sleep(A_WHILE_S)
-                generated = watch("generation_seconds_count")
-                assert generated == watch.wait("count", reason="pause") == 0
-            await rolling
-
-    async def collect(run: Any) -> list[Any]:
-        return [result async for result in run.run(prompts(3))]
-
-    watch = Watch()
-    asyncio.run(body())
-    assert watch.wait("count", reason="pause") == 3
-    assert watch.wait("sum", reason="pause") >= 3 * A_WHILE_S
 
 
 def test_a_stale_result_is_a_rejection_in_its_trace_and_linked_to_what_follows() -> None:

@@ -290,7 +290,7 @@ def test_leaving_early_cancels_and_closes_every_episode(leave: Any) -> None:
         await until(lambda: len(asyncio.all_tasks()) == 1)
 
     serve(body)
-    assert len(agent.cancelled) >= 7
+    assert len(agent.cancelled) >= 3
 
 
 def test_ending_the_program_right_after_leaving_early_is_silent(

@@ -1,25 +1,22 @@
 """Worker process that checks answers and may be killed at any time.
 
 `MathVerifyEnvironment` runs this file by its path, so that neither the package nor the user's
-script is imported. A request is ``(solutions, gym, answer, seconds)``, a reply one byte; the first,
-`READY`, follows the imports.
+script is imported. A request is the arguments of `verdict` and a limit in seconds.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import importlib
 import logging
 import os
 import re
 import resource
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
-
-READY, RIGHT, WRONG, FAILED = b"R", b"1", b"0", b"E"
 
 _EXTRA_MEMORY_BYTES = 1 << 30
 _MAX_SCORED_CHARS = 1000
@@ -55,11 +52,13 @@ def is_full_score(task: str, entry: Mapping[str, Any], answer: str) -> bool:
     A literal copy of the entry's answer is right. Any other must satisfy `is_arithmetic`, since
     scorers evaluate it.
     """
+    from reasoning_gym.factory import get_score_answer_fn
+
     finals = final_answers(answer)
     own = entry.get("answer")
     if isinstance(own, str) and own.strip() in (answer.strip(), *finals):
         return True
-    score = _scorer(task)
+    score = get_score_answer_fn(task)
     return any(score(answer=final, entry=entry) == 1.0 for final in finals if is_arithmetic(final))
 
 
@@ -102,46 +101,37 @@ def _boxed(text: str) -> str | None:
     return None
 
 
-@functools.cache
-def _scorer(task: str) -> Any:
-    from reasoning_gym.factory import get_score_answer_fn
-
-    return get_score_answer_fn(task)
-
-
-def verdict(solutions: Sequence[str], gym: tuple[str, Any] | None, answer: str) -> bytes:
-    """Return `RIGHT` or `WRONG`, or `FAILED` where a library could not tell."""
+def verdict(
+    solutions: Sequence[str], gym: tuple[str, Mapping[str, Any]] | None, answer: str
+) -> bool | None:
+    """Return whether an answer is right, or None where a library could not tell."""
     try:
-        is_right = is_full_score(*gym, answer) if gym else is_equal(solutions, answer)
+        return is_full_score(*gym, answer) if gym else is_equal(solutions, answer)
     except Exception:  # noqa: BLE001 - libraries parse hostile text and may raise anything
-        return FAILED
-    return RIGHT if is_right else WRONG
+        return None
 
 
-def main(needs_gym: bool) -> None:
+def main(libraries: Iterable[str]) -> None:
     """Serve requests on the connection that is the standard input until it ends."""
-    connection: Any = Connection(os.dup(0))
-    import math_verify  # noqa: F401 - import before the first request
-
-    if needs_gym:
-        import reasoning_gym  # noqa: F401 - import before the first request
-    with open(os.devnull, "r+b") as nowhere:
-        for stream in range(3):
-            os.dup2(nowhere.fileno(), stream)
+    for library in libraries:
+        importlib.import_module(library)
+    os.dup2(1, 2)
     logging.disable()
     with contextlib.suppress(OSError), open("/proc/self/statm", encoding="ascii") as statm:
         in_use = int(statm.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (in_use + _EXTRA_MEMORY_BYTES,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    connection.send_bytes(READY)
+    connection: Any = Connection(0)
     with contextlib.suppress(EOFError):
         while True:
             *question, seconds = connection.recv()
-            signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the process
+            signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
+            signal.setitimer(signal.ITIMER_REAL, 2 * seconds + 1)  # the machine may be busy
             reply = verdict(*question)
             signal.setitimer(signal.ITIMER_PROF, 0)
-            connection.send_bytes(reply)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            connection.send(reply)
 
 
 if __name__ == "__main__":
-    main(needs_gym="gym" in sys.argv)
+    main(sys.argv[1:])

@@ -5,25 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Self, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Self
 
 from trajpack.agent.agents.environment_agent import Closing, Opening
-from trajpack.agent.blocking_work import contained
+from trajpack.agent.blocking_work import contained, to_end
 from trajpack.agent.seeding import derive_seed
 
-_T = TypeVar("_T")
 _Step = tuple[Any, list[float], bool, bool, dict[str, Any]]
-
-
-class _Instance:
-    """One Gymnasium environment, used by at most one episode at a time."""
-
-    env: Any = None
-    """None before it is made, and after it has raised."""
-    work: Future[Any]
-    """Future of the last call."""
-    observation = ""
 
 
 class GymnasiumEnvironment:
@@ -67,8 +56,9 @@ class GymnasiumEnvironment:
         self._invalid_reward = invalid_reward
         self._seed = seed
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="trajpack-gymnasium")
-        self._episodes: dict[str, _Instance] = {}
-        self._idle: list[_Instance] = []
+        self._episodes: dict[str, Any] = {}
+        self._observations: dict[str, str] = {}
+        self._idle: list[Any] = []
         self._is_closed = False
 
     async def reset(self) -> tuple[None, dict[str, Any]]:
@@ -76,7 +66,7 @@ class GymnasiumEnvironment:
         return None, {}
 
     async def step(self, action: Opening | Closing | tuple[str, Sequence[str]]) -> _Step:
-        """Open, step or close an episode.
+        """Open, step or close an episode. A call in progress ends before a cancellation does.
 
         Returns:
             ``(observation, rewards, terminated, truncated, info)``, with one reward for a text.
@@ -88,29 +78,29 @@ class GymnasiumEnvironment:
             Exception: Any exception of the instance.
         """
         if isinstance(action, Closing):
-            self._give_back(action.qid)
+            self._release(action.qid)
             return None, [], True, False, {}
         if self._is_closed:
             raise RuntimeError("the environment is closed")
         if isinstance(action, Opening):
-            return await self._open(action)
+            return await self._open(*action)
         qid, texts = action
         if qid not in self._episodes:
             raise ValueError(f"step: no episode {qid!r} is open")
         match texts:
             case [str(text)]:
-                return await self._act(self._episodes[qid], text)
+                return await self._act(qid, text)
         raise ValueError(f"step: expected a list of one text for {qid!r}, got {texts!r:.80}")
 
     async def close(self) -> None:
         """Wait for the steps in progress and close all instances."""
         self._is_closed = True
-        for qid in list(self._episodes):
-            self._give_back(qid)
         await asyncio.to_thread(self._threads.shutdown)
         closing = contextlib.ExitStack()  # closes all, and raises one of their errors
-        while self._idle:
-            closing.callback(self._idle.pop().env.close)
+        for env in [*self._idle, *self._episodes.values()]:
+            closing.callback(env.close)
+        self._idle.clear()
+        self._episodes.clear()
         await asyncio.to_thread(contained(closing.close))
 
     async def __aenter__(self) -> Self:
@@ -119,57 +109,49 @@ class GymnasiumEnvironment:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
-    async def _open(self, opening: Opening) -> _Step:
-        qid, seed = opening
-        self._give_back(qid)
-        seed = derive_seed(self._seed, qid) if seed is None else seed
-        instance = self._episodes[qid] = self._idle.pop() if self._idle else _Instance()
+    async def _open(self, qid: str, seed: int | None) -> _Step:
+        self._release(qid)
+        idle = self._idle.pop() if self._idle else None
 
-        def begin() -> tuple[str, dict[str, Any]]:
-            if instance.env is None:
-                instance.env = self._make_env()
-            observation, info = instance.env.reset(seed=seed)
-            return self._to_text(observation), dict(info)
+        def begin() -> _Step:
+            env = self._episodes[qid] = self._make_env() if idle is None else idle
+            chosen = derive_seed(self._seed, qid) if seed is None else seed
+            observation, info = env.reset(seed=chosen)
+            return self._to_text(observation), [], False, False, dict(info)
 
-        instance.observation, info = await self._call(instance, begin)
-        return instance.observation, [], False, False, info
+        return await self._call(qid, begin)
 
-    async def _act(self, instance: _Instance, text: str) -> _Step:
+    async def _act(self, qid: str, text: str) -> _Step:
         try:
             action = self._to_action(text)
         except ValueError:
-            seen = f"That is no action.\n{instance.observation}"
+            seen = f"That is no action.\n{self._observations[qid]}"
             return seen, [self._invalid_reward], False, False, {"invalid_action": True}
 
         def act() -> _Step:
-            observation, reward, terminated, truncated, info = instance.env.step(action)
-            seen = self._to_text(observation)
-            return seen, [float(reward)], bool(terminated), bool(truncated), dict(info)
+            observation, reward, *ended, info = self._episodes[qid].step(action)
+            terminated, truncated = map(bool, ended)
+            return self._to_text(observation), [float(reward)], terminated, truncated, dict(info)
 
-        step = await self._call(instance, act)
-        instance.observation = step[0]
-        return step
+        return await self._call(qid, act)
 
-    async def _call(self, instance: _Instance, work: Callable[[], _T]) -> _T:
-        def call() -> _T:
+    async def _call(self, qid: str, work: Callable[[], _Step]) -> _Step:
+        """Call into an episode's instance, which is closed if it raises."""
+
+        def call() -> _Step:
             try:
                 return work()
             except BaseException:
-                env, instance.env = instance.env, None
                 with contextlib.suppress(Exception):
-                    env.close()
+                    self._episodes.pop(qid).close()
                 raise
 
-        instance.work = future = self._threads.submit(contained(call))
-        return await asyncio.wrap_future(future)
+        loop = asyncio.get_running_loop()
+        step = await to_end(loop.run_in_executor(self._threads, contained(call)))
+        self._observations[qid] = step[0]
+        return step
 
-    def _give_back(self, qid: str) -> None:
-        """Release an episode's instance for reuse when its last call has returned."""
-        instance = self._episodes.pop(qid, None)
-
-        def keep(_: Future[Any]) -> None:  # in any thread; `list.append` is atomic
-            if instance is not None and instance.env is not None:
-                self._idle.append(instance)
-
-        if instance is not None:
-            instance.work.add_done_callback(keep)
+    def _release(self, qid: str) -> None:
+        self._observations.pop(qid, None)
+        if qid in self._episodes:
+            self._idle.append(self._episodes.pop(qid))

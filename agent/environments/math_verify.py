@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trajpack.agent.environments import answer_worker
 from trajpack.agent.environments.questions import JudgingEnvironment, Question
@@ -19,13 +19,18 @@ from trajpack.packing.optional import require
 
 SCRIPT = Path(answer_worker.__file__)
 """Program of the workers."""
-TIMED_OUT = b"timed out"
-"""Verdict on an answer whose worker ran out of time, beside those of `answer_worker`."""
 LENIENT = frozenset({"coin_flip", "game_of_life_halting"})
 """Tasks of reasoning-gym whose scorers give many wrong numbers the full score."""
-_START_TIMEOUT_S = 120.0
 _MAX_ANSWER_CHARS = 16_384
-_CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE}
+_TIMED_OUT = (-signal.SIGPROF, -signal.SIGALRM)
+_CRASHED = (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT, -signal.SIGILL, -signal.SIGFPE)
+
+
+class _Worker(NamedTuple):
+    """A process that checks answers, one at a time."""
+
+    process: subprocess.Popen[bytes]
+    connection: Any
 
 
 class MathVerifyEnvironment(JudgingEnvironment):
@@ -69,11 +74,12 @@ class MathVerifyEnvironment(JudgingEnvironment):
                 f"reasoning-gym's scorer of {task!r} gives wrong numbers the full score: use "
                 "ExactAnswerEnvironment, or questions of another task"
             )
-        require("math_verify", *(["reasoning_gym"] if tasks else []))
+        self._libraries = ["math_verify", *(["reasoning_gym"] if tasks else [])]
+        require(*self._libraries)
         self._timeout_s = timeout_s
         self._is_closed = False
-        self._workers = [_Worker(needs_gym=bool(tasks)) for _ in range(workers)]
-        self._idle = self._workers.copy()
+        self._workers: set[_Worker] = set()
+        self._idle: list[_Worker] = []
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="trajpack-answers")
 
     async def _judge(
@@ -81,108 +87,65 @@ class MathVerifyEnvironment(JudgingEnvironment):
     ) -> tuple[list[bool], dict[str, Any]]:
         self._refuse_if_closed()
         gym = (asked.gym_task, asked.gym_entry) if asked.gym_task else None
-        loop, question = asyncio.get_running_loop(), (asked.solutions, gym)
-        checks = [
-            loop.run_in_executor(self._threads, self._check, question, answer) for answer in answers
+        loop = asyncio.get_running_loop()
+        requests = [
+            (asked.solutions, gym, answer[-_MAX_ANSWER_CHARS:], self._timeout_s)
+            for answer in answers
         ]
-        try:
-            verdicts = await asyncio.gather(*checks)
-        except RuntimeError as error:
-            self._refuse_if_closed()
-            raise RuntimeError(f"step: an answer was not checked: {error}") from error
-        cut_short = {
-            "timed_out": [verdict == TIMED_OUT for verdict in verdicts],
-            "failed": [verdict == answer_worker.FAILED for verdict in verdicts],
-        }
-        info = cut_short if any(map(any, cut_short.values())) else {}
-        return [verdict == answer_worker.RIGHT for verdict in verdicts], info
+        checks = [loop.run_in_executor(self._threads, self._check, request) for request in requests]
+        verdicts = await asyncio.gather(*checks)
+        timed_out = [verdict in _TIMED_OUT for verdict in verdicts]
+        failed = [verdict in (None, *_CRASHED) for verdict in verdicts]
+        info = {"timed_out": timed_out, "failed": failed} if any(timed_out + failed) else {}
+        return [verdict is True for verdict in verdicts], info
 
     async def close(self) -> None:
         """Kill all workers and wait for their end. A `step` in progress raises."""
         self._is_closed = True
-        for worker in self._workers:
-            worker.kill()
+        for worker in list(self._workers):
+            worker.process.kill()
         await asyncio.to_thread(self._threads.shutdown)
-        for worker in self._workers:
-            worker.stop()
+        while self._workers:
+            self._end(self._workers.pop())
 
     def _refuse_if_closed(self) -> None:
         if self._is_closed:
             raise RuntimeError("the environment is closed")
 
-    def _check(self, question: tuple[Any, ...], answer: str) -> bytes:
-        """Check in one of the threads; there are as many as workers, so a worker is idle."""
-        worker = self._idle.pop()  # the one that was used last: others need not start
+    def _check(self, request: tuple[Any, ...]) -> int | None:
+        """Return the reply of a worker, or the status it ended with. Called in the threads."""
+        worker = self._idle.pop() if self._idle else self._start()
+        self._refuse_if_closed()
         try:
-            self._refuse_if_closed()
-            return worker.check(*question, answer[-_MAX_ANSWER_CHARS:], seconds=self._timeout_s)
-        finally:
-            self._idle.append(worker)
-
-
-class _Worker:
-    """A process that checks answers; it starts when needed, and again after its end."""
-
-    def __init__(self, needs_gym: bool) -> None:
-        self._needs_gym = needs_gym
-        self._child: subprocess.Popen[bytes] | None = None
-        self._connection: Any = None
-
-    def check(self, *request: Any, seconds: float) -> bytes:
-        """Return the verdict on an answer.
-
-        Raises:
-            RuntimeError: If the process was lost or cannot be started.
-        """
-        if self._child is None or self._child.poll() is not None:
-            self._start()
-        child = self._child
-        assert child is not None
-        try:
-            self._connection.send((*request, seconds))
-            if self._connection.poll(2 * seconds + 1):  # the machine may be busy
-                verdict: bytes = self._connection.recv_bytes()
-                return verdict
-            self.stop()
+            worker.connection.send(request)
+            verdict: int | None = worker.connection.recv()
         except (EOFError, OSError):
-            status = child.wait()
-            if -status in _CRASHES:
-                return answer_worker.FAILED
-            if status != -signal.SIGPROF:
-                raise RuntimeError(f"its worker was lost, with status {status}") from None
-        return TIMED_OUT
+            self._workers.discard(worker)
+            verdict = self._end(worker)
+            if verdict not in (*_TIMED_OUT, *_CRASHED):
+                self._refuse_if_closed()
+                raise RuntimeError(
+                    f"step: an answer was not checked: its worker was lost, with status {verdict}"
+                ) from None
+        else:
+            self._idle.append(worker)  # the next to be used: others need not start
+        return verdict
 
-    def _start(self) -> None:
-        self.stop()
-        self._connection, theirs = multiprocessing.Pipe()
+    def _start(self) -> _Worker:
+        connection, theirs = multiprocessing.Pipe()
         with theirs:
-            self._child = subprocess.Popen(
-                [sys.executable, "-P", "-W", "ignore", SCRIPT, *["gym"] * self._needs_gym],
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-W", "ignore", SCRIPT, *self._libraries],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 # Thread pools of numerical libraries reserve memory for every core.
                 env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
                 start_new_session=True,  # Ctrl-C is for the caller to handle
             )
-        try:
-            if not self._connection.poll(_START_TIMEOUT_S):
-                raise EOFError
-            self._connection.recv_bytes()
-        except (EOFError, OSError):
-            raise RuntimeError("a worker that checks answers did not start") from None
+        worker = _Worker(process, connection)
+        self._workers.add(worker)
+        return worker
 
-    def kill(self) -> None:
-        """Kill the process; a thread that waits for its reply gets none. Thread-safe."""
-        if (child := self._child) is not None:
-            child.kill()
-
-    def stop(self) -> None:
-        """Kill the process and wait for its end."""
-        child, self._child = self._child, None
-        if child is not None:
-            child.kill()
-            child.wait()
-            self._connection.close()
-
-    def __del__(self) -> None:
-        self.stop()  # of an environment that was never closed
+    def _end(self, worker: _Worker) -> int:
+        worker.connection.close()
+        return worker.process.wait()

@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -46,12 +45,6 @@ def children() -> set[str]:
     """Processes this one started, zombies included."""
     paths = Path("/proc/self/task").glob("*/children")
     return {pid for path in paths for pid in path.read_text().split()}
-
-
-def worker_pid(env: MathVerifyEnvironment) -> int:
-    (worker,) = env._workers
-    assert worker._child is not None
-    return worker._child.pid
 
 
 @pytest.mark.usefixtures("warm_judge")
@@ -98,17 +91,16 @@ def test_a_check_that_exceeds_its_time_is_reported_and_stopped() -> None:
 
 
 @pytest.fixture
-def use_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def use_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Have workers run a line with ``answer`` for each request."""
 
-    def use(line: str = "", start: str = "asked.send_bytes(b'R')") -> None:
+    def use(line: str) -> None:
         script = tmp_path / "worker.py"
         script.write_text(
-            "import os, signal, time\n"
+            "import os, signal\n"
             "from multiprocessing.connection import Connection\n"
-            f"asked = Connection(0)\n{start}\n"
-            f"while True:\n    *_, answer, _ = asked.recv()\n    {line}\n"
-            "    asked.send_bytes(b'1')\n"
+            "asked = Connection(0)\n"
+            f"while True:\n    *_, answer, _ = asked.recv()\n    {line}\n    asked.send(True)\n"
         )
         monkeypatch.setattr(math_verify, "SCRIPT", script)
 
@@ -117,13 +109,15 @@ def use_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 
 @pytest.mark.parametrize("loss", ["os._exit(9)", "os.kill(os.getpid(), signal.SIGKILL)"])
 def test_a_lost_worker_is_an_error_and_no_verdict(
-    use_worker: Callable[..., None], loss: str
+    use_worker: Callable[[str], None], loss: str
 ) -> None:
     use_worker(f"if answer != '18': {loss}")
 
     async def ask() -> None:
         async with MathVerifyEnvironment([question("q", "18")]) as env:
-            with pytest.raises(RuntimeError, match="answer was not checked: its worker"):
+            with pytest.raises(
+                RuntimeError, match="an answer was not checked: its worker was lost"
+            ):
                 await env.step(("q@7", ["17"]))
             assert (await env.step(RIGHT))[1] == [True]
 
@@ -132,35 +126,15 @@ def test_a_lost_worker_is_an_error_and_no_verdict(
 
 @pytest.mark.parametrize(
     ("loss", "reported"),
-    [("SIGSTOP", "timed_out"), ("SIGPROF", "timed_out"), ("SIGSEGV", "failed")],
+    [("SIGALRM", "timed_out"), ("SIGPROF", "timed_out"), ("SIGSEGV", "failed")],
 )
 def test_an_answer_that_its_worker_does_not_survive_is_wrong(
-    use_worker: Callable[..., None], loss: str, reported: str
+    use_worker: Callable[[str], None], loss: str, reported: str
 ) -> None:
-    """Also one that runs out of wall time, as a stopped process does."""
     use_worker(f"if answer != '18': os.kill(os.getpid(), signal.{loss})")
-    wrong, right = step(("q", ["17"]), RIGHT, timeout_s=0.2)
+    wrong, right = step(("q", ["17"]), RIGHT)
     assert (wrong[0], wrong[1][reported]) == ([False], [True])
     assert right == IS_RIGHT
-
-
-def test_a_worker_that_cannot_start_raises(use_worker: Callable[..., None]) -> None:
-    use_worker(start="raise SystemExit(3)")
-    with pytest.raises(RuntimeError, match="did not start"):
-        step(RIGHT)
-
-
-def test_a_worker_killed_while_idle_is_replaced() -> None:
-    async def ask() -> None:
-        async with MathVerifyEnvironment([question("q", "18")], workers=1) as env:
-            await env.step(RIGHT)
-            first = worker_pid(env)
-            os.kill(first, signal.SIGKILL)
-            await asyncio.to_thread(os.waitid, os.P_PID, first, os.WEXITED | os.WNOWAIT)
-            assert await env.step(RIGHT) == (None, [True], True, False, {})
-            assert worker_pid(env) != first
-
-    asyncio.run(ask())
 
 
 def test_nothing_is_left_after_close_even_when_a_check_was_running() -> None:

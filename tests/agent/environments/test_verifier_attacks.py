@@ -154,6 +154,6 @@ def test_scorers_that_give_a_wrong_number_the_full_score_are_refused(
             for question in asked
             for constant in CONSTANTS
             if constant not in question.solutions
-            and answer_worker.verdict((), (task, question.gym_entry), constant) == b"1"
+            and answer_worker.verdict((), (task, question.gym_entry or {}), constant)
         ]
         assert (len(wrong) >= 3) == (task in math_verify.LENIENT), (task, wrong)

@@ -7,14 +7,13 @@ script is imported. A request is the arguments of `verdict` and a limit in secon
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import os
 import re
 import resource
 import signal
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -111,10 +110,12 @@ def verdict(
         return None
 
 
-def main(libraries: Iterable[str]) -> None:
+def main(needs_gym: bool) -> None:
     """Serve requests on the connection that is the standard input until it ends."""
-    for library in libraries:
-        importlib.import_module(library)
+    import math_verify  # noqa: F401 - import before the first request
+
+    if needs_gym:
+        import reasoning_gym  # noqa: F401 - import before the first request
     os.dup2(1, 2)
     logging.disable()
     with contextlib.suppress(OSError), open("/proc/self/statm", encoding="ascii") as statm:
@@ -134,4 +135,4 @@ def main(libraries: Iterable[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(needs_gym="gym" in sys.argv)

@@ -5,14 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self
 
 from trajpack.agent.agents.environment_agent import Closing, Opening
-from trajpack.agent.blocking_work import contained, to_end
+from trajpack.agent.blocking_work import contained
 from trajpack.agent.seeding import derive_seed
 
 _Step = tuple[Any, list[float], bool, bool, dict[str, Any]]
+
+
+class _Instance:
+    """One Gymnasium environment, used by at most one episode at a time."""
+
+    env: Any = None
+    """None before it is made, and after it has raised."""
+    call: Future[_Step]
+    """The last call into it, which goes on when its step is cancelled."""
+    observation = ""
 
 
 class GymnasiumEnvironment:
@@ -56,9 +66,8 @@ class GymnasiumEnvironment:
         self._invalid_reward = invalid_reward
         self._seed = seed
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="trajpack-gymnasium")
-        self._episodes: dict[str, Any] = {}
-        self._observations: dict[str, str] = {}
-        self._idle: list[Any] = []
+        self._episodes: dict[str, _Instance] = {}
+        self._idle: list[_Instance] = []
         self._is_closed = False
 
     async def reset(self) -> tuple[None, dict[str, Any]]:
@@ -66,7 +75,7 @@ class GymnasiumEnvironment:
         return None, {}
 
     async def step(self, action: Opening | Closing | tuple[str, Sequence[str]]) -> _Step:
-        """Open, step or close an episode. A call in progress ends before a cancellation does.
+        """Open, step or close an episode.
 
         Returns:
             ``(observation, rewards, terminated, truncated, info)``, with one reward for a text.
@@ -89,18 +98,19 @@ class GymnasiumEnvironment:
             raise ValueError(f"step: no episode {qid!r} is open")
         match texts:
             case [str(text)]:
-                return await self._act(qid, text)
+                return await self._act(self._episodes[qid], text)
         raise ValueError(f"step: expected a list of one text for {qid!r}, got {texts!r:.80}")
 
     async def close(self) -> None:
         """Wait for the steps in progress and close all instances."""
         self._is_closed = True
+        for qid in list(self._episodes):
+            self._release(qid)
         await asyncio.to_thread(self._threads.shutdown)
         closing = contextlib.ExitStack()  # closes all, and raises one of their errors
-        for env in [*self._idle, *self._episodes.values()]:
-            closing.callback(env.close)
-        self._idle.clear()
-        self._episodes.clear()
+        while self._idle:
+            if (env := self._idle.pop().env) is not None:
+                closing.callback(env.close)
         await asyncio.to_thread(contained(closing.close))
 
     async def __aenter__(self) -> Self:
@@ -111,47 +121,47 @@ class GymnasiumEnvironment:
 
     async def _open(self, qid: str, seed: int | None) -> _Step:
         self._release(qid)
-        idle = self._idle.pop() if self._idle else None
+        seed = derive_seed(self._seed, qid) if seed is None else seed
+        instance = self._episodes[qid] = self._idle.pop() if self._idle else _Instance()
 
         def begin() -> _Step:
-            env = self._episodes[qid] = self._make_env() if idle is None else idle
-            chosen = derive_seed(self._seed, qid) if seed is None else seed
-            observation, info = env.reset(seed=chosen)
+            if instance.env is None:
+                instance.env = self._make_env()
+            observation, info = instance.env.reset(seed=seed)
             return self._to_text(observation), [], False, False, dict(info)
 
-        return await self._call(qid, begin)
+        return await self._call(instance, begin)
 
-    async def _act(self, qid: str, text: str) -> _Step:
+    async def _act(self, instance: _Instance, text: str) -> _Step:
         try:
             action = self._to_action(text)
         except ValueError:
-            seen = f"That is no action.\n{self._observations[qid]}"
+            seen = f"That is no action.\n{instance.observation}"
             return seen, [self._invalid_reward], False, False, {"invalid_action": True}
 
         def act() -> _Step:
-            observation, reward, *ended, info = self._episodes[qid].step(action)
-            terminated, truncated = map(bool, ended)
-            return self._to_text(observation), [float(reward)], terminated, truncated, dict(info)
+            observation, reward, terminated, truncated, info = instance.env.step(action)
+            seen = self._to_text(observation)
+            return seen, [float(reward)], bool(terminated), bool(truncated), dict(info)
 
-        return await self._call(qid, act)
+        return await self._call(instance, act)
 
-    async def _call(self, qid: str, work: Callable[[], _Step]) -> _Step:
-        """Call into an episode's instance, which is closed if it raises."""
-
+    async def _call(self, instance: _Instance, work: Callable[[], _Step]) -> _Step:
         def call() -> _Step:
             try:
-                return work()
+                step = work()
             except BaseException:
+                env, instance.env = instance.env, None
                 with contextlib.suppress(Exception):
-                    self._episodes.pop(qid).close()
+                    env.close()
                 raise
+            instance.observation = step[0]
+            return step
 
-        loop = asyncio.get_running_loop()
-        step = await to_end(loop.run_in_executor(self._threads, contained(call)))
-        self._observations[qid] = step[0]
-        return step
+        instance.call = self._threads.submit(contained(call))
+        return await asyncio.wrap_future(instance.call)
 
     def _release(self, qid: str) -> None:
-        self._observations.pop(qid, None)
-        if qid in self._episodes:
-            self._idle.append(self._episodes.pop(qid))
+        """Let an episode's instance be used again when its last call has returned."""
+        if (instance := self._episodes.pop(qid, None)) is not None:
+            instance.call.add_done_callback(lambda _: self._idle.append(instance))

@@ -74,8 +74,8 @@ class MathVerifyEnvironment(JudgingEnvironment):
                 f"reasoning-gym's scorer of {task!r} gives wrong numbers the full score: use "
                 "ExactAnswerEnvironment, or questions of another task"
             )
-        self._libraries = ["math_verify", *(["reasoning_gym"] if tasks else [])]
-        require(*self._libraries)
+        require("math_verify", *(["reasoning_gym"] if tasks else []))
+        self._needs_gym = bool(tasks)
         self._timeout_s = timeout_s
         self._is_closed = False
         self._workers: set[_Worker] = set()
@@ -135,7 +135,7 @@ class MathVerifyEnvironment(JudgingEnvironment):
         connection, theirs = multiprocessing.Pipe()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-W", "ignore", SCRIPT, *self._libraries],
+                [sys.executable, "-P", "-W", "ignore", SCRIPT, *["gym"] * self._needs_gym],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 # Thread pools of numerical libraries reserve memory for every core.

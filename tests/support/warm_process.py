@@ -116,7 +116,7 @@ if __name__ == "__main__":
     from trajpack.agent.environments import answer_worker, math_verify
 
     if program == "judge":
-        answer_worker.main(options)
+        answer_worker.main("gym" in options)
         os._exit(0)
     math_verify.SCRIPT = Path(scripts, "judge.py")
     if program == "script":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 from abc import ABC, abstractmethod
@@ -16,11 +17,12 @@ from trajpack.agent.agents.conversation import (
     Exchange,
     with_max_new_tokens,
 )
-from trajpack.agent.agents.queue_adapter import run_over_queues
+from trajpack.agent.errors import EpisodeError
 from trajpack.agent.models.causal_model import load_tokenizer
 from trajpack.agent.protocols import Environment, Generate, Prompt
+from trajpack.agent.runner.replies import checked_prompt, turn_of
 from trajpack.packing.conversion import as_ids
-from trajpack.packing.types import Trajectory
+from trajpack.packing.types import Trajectory, Turn
 
 
 class ConversationAgent(ABC):
@@ -70,7 +72,28 @@ class ConversationAgent(ABC):
         await self.converse(conversation, [])
         return [conversation.trajectory(self.turn_discount)]
 
-    collect_trajectory = run_over_queues
+    async def collect_trajectory(
+        self,
+        prompt: Prompt,
+        env: Environment,
+        obs_queue: asyncio.Queue[Any],
+        act_queue: asyncio.Queue[Any],
+    ) -> list[Trajectory]:
+        """Run one episode over queues, as AReaL does.
+
+        ``obs_queue`` takes requests ``(prompt.id, token_ids, sampling)``, one at a time.
+        ``act_queue`` gives a `GenerationOutput`, or a `GenerationError`, for each.
+        """
+
+        async def generate(token_ids: Sequence[int], sampling: Any = None) -> Turn:
+            prompt_ids = checked_prompt(prompt.id, token_ids)
+            await obs_queue.put((prompt.id, prompt_ids.tolist(), sampling))
+            reply = await act_queue.get()
+            if isinstance(reply, EpisodeError):
+                raise reply
+            return turn_of(prompt.id, prompt_ids, reply)
+
+        return await self.run(prompt, env, generate)
 
     async def converse(self, conversation: Conversation, observation: list[int] | None) -> None:
         """Append an observation, ask and respond, until there is no further observation."""

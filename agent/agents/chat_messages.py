@@ -7,6 +7,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ _MOST_MARK = 16
 _TRIMS: tuple[Callable[[str], str], ...] = (str, str.strip, str.lstrip, str.rstrip)
 _FORMS: tuple[Callable[[str], str], ...] = (
     *_TRIMS,
-    *(lambda text, trim=trim: _in_json(trim(text)) for trim in _TRIMS),
+    *(lambda text, trim=trim: json.dumps(trim(text), ensure_ascii=False)[1:-1] for trim in _TRIMS),
 )
 """How templates show a content: as it is, without blanks at its ends, or in JSON's spelling."""
 
@@ -53,8 +54,11 @@ class ChatMessages:
     """
 
     def __init__(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
-        self._tokenizer = tokenizer
-        self._options: dict[str, Any] = {"tools": list(tools)} if tools else {}
+        options = {"tools": list(tools)} if tools else {}
+        self._render = partial(tokenizer.apply_chat_template, tokenize=False, **options)
+        plain = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        self._decode: Callable[..., str] = partial(tokenizer.decode, **plain)
+        self._encode: Callable[..., list[int]] = partial(tokenizer.encode, add_special_tokens=False)
         self._tool = tools[0]["function"]["name"] if tools else "tool"
         self._added: dict[int, str] = {i: word for word, i in tokenizer.get_added_vocab().items()}
         template = str(getattr(tokenizer, "chat_template", ""))
@@ -78,7 +82,7 @@ class ChatMessages:
         for content in (message["content"] for message in messages if message["role"] == "user"):
             for part in [{"text": content}] if isinstance(content, str) else content:
                 said = str(part.get("text", part)).strip()
-                if said not in text and _in_json(said) not in text:
+                if not any(form(said) in text for form in _FORMS):
                     raise ValueError(f"the chat template does not show {said!r:.80} of the user")
         return self._encode(text)
 
@@ -104,10 +108,7 @@ class ChatMessages:
             elif not self._takes_parts and isinstance(content, list):
                 with suppress(KeyError):  # other parts are for the template to show
                     message["content"] = "".join(part["text"] for part in content)
-        text: str = self._tokenizer.apply_chat_template(
-            chat, tokenize=False, add_generation_prompt=is_asking, **self._options
-        )
-        return text
+        return str(self._render(chat, add_generation_prompt=is_asking))
 
     def check(self, role: str) -> None:
         """Raise unless one and two messages of a role can follow a completion, as `after`."""
@@ -305,16 +306,6 @@ class ChatMessages:
                 ids += self._encode(content[begin:end], split_special_tokens=True)
         return ids
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(
-            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return text
-
-    def _encode(self, text: str, **options: bool) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, **options)
-        return ids
-
 
 def _pieces(text: str, num: int) -> list[str]:
     """Return the text before, between and after marks."""
@@ -322,10 +313,6 @@ def _pieces(text: str, num: int) -> list[str]:
     if pieces[1::2] != [_MARK.format(at) for at in range(num)]:
         raise ValueError("it does not show the content of each once")
     return pieces[::2]
-
-
-def _in_json(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _said(

@@ -16,8 +16,7 @@ _running: ContextVar[tuple[EpisodeAgent, Generate]] = ContextVar("trajpack_episo
 class EpisodeAgent(ABC):
     """Base of agents that write an episode as one coroutine, `run`, and ask with `generate`.
 
-    One agent serves any number of episodes at once: keep the state of an episode in local variables
-    of `run`.
+    One agent serves any number of episodes at once: keep their state in local variables of `run`.
 
     Args:
         gconfig: Sampling parameters of requests that name none; None takes those of the runner.
@@ -49,12 +48,9 @@ class EpisodeAgent(ABC):
         """Run one episode and return its trajectories, see `Agent.run`."""
 
     async def generate(self, token_ids: Sequence[int], sampling: Any = None) -> Turn:
-        """Return the engine's completion as a turn with reward 0, see `Generate`.
+        """Return the engine's completion as a turn with reward 0, within `run`; see `Generate`.
 
         The turn is frozen: ``dataclasses.replace(turn, reward=1.0)`` gives it a reward.
-
-        Raises:
-            RuntimeError: Outside of an episode of this agent.
         """
         agent, generate = _running.get((None, None))
         if generate is None or agent is not self:

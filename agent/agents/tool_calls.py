@@ -135,9 +135,9 @@ _Reader: TypeAlias = Callable[[str, Schemas], list[ToolCall]]
 """Function of the text between the marks around a call, or around several."""
 
 
-def _parsed(text: str) -> Any:
+def _parsed(text: str, parse: Callable[[str], Any] = json.loads) -> Any:
     try:
-        return json.loads(text)
+        return parse(text)
     except (ValueError, RecursionError):
         raise ToolCallError("the call is not JSON") from None
 
@@ -159,20 +159,17 @@ def _hermes(body: str, schemas: Schemas) -> list[ToolCall]:
 def _llama(body: str, schemas: Schemas) -> list[ToolCall]:
     calls = []
     while body := body.strip().removeprefix(";").lstrip():
-        try:
-            value, end = json.JSONDecoder().raw_decode(body)
-        except (ValueError, RecursionError):
-            raise ToolCallError("the call is not JSON") from None
+        value, end = _parsed(body, json.JSONDecoder().raw_decode)
         calls.append(_call(value, "parameters"))
         body = body[end:]
     return calls
 
 
-def _named(*patterns: str) -> _Reader:
+def _named(*patterns: str, in_json: Callable[[str], str] = str) -> _Reader:
     """Return a reader of a name and JSON of arguments, by the first pattern that matches."""
 
     def read(body: str, schemas: Schemas) -> list[ToolCall]:
-        matches = (re.fullmatch(pattern, body, re.DOTALL) for pattern in patterns)
+        matches = (re.fullmatch(pattern, in_json(body), re.DOTALL) for pattern in patterns)
         if (call := next(filter(None, matches), None)) is None:
             raise ToolCallError("the call has not the form that the template shows")
         arguments, id = _parsed(call["arguments"]), call.groupdict().get("id") or ""
@@ -195,16 +192,13 @@ def _mistral(body: str, schemas: Schemas) -> list[ToolCall]:
     return _named_mistral(body, schemas)
 
 
-_gemma_call = _named(r"\s*(?:call:)?(?P<name>[^{]*)(?P<arguments>\{.*)")
-
-
-def _gemma(body: str, schemas: Schemas) -> list[ToolCall]:
+def _gemma_in_json(body: str) -> str:
     pieces = re.split(r'<\|"\|>|<escape>', body)
     pieces[1::2] = [json.dumps(string) for string in pieces[1::2]]
     for at in range(0, len(pieces), 2):  # between strings
         keyed = re.sub(r'(?<=[{,])\s*([^\s{}\[\],:"]+)\s*:', r'"\1":', pieces[at])
         pieces[at] = re.sub(r"\bNone\b", "null", keyed)
-    return _gemma_call("".join(pieces), schemas)
+    return "".join(pieces)
 
 
 def _tagged(call: str, argument: str) -> _Reader:
@@ -336,7 +330,7 @@ FORMS = (
         "gemma4 functiongemma",
         r"<\|tool_call>|<start_function_call>",
         r"<tool_call\|>|<end_function_call>",
-        _gemma,
+        _named(r"\s*(?:call:)?(?P<name>[^{]*)(?P<arguments>\{.*)", in_json=_gemma_in_json),
     ),
     Form("lfm2", r"<\|tool_call_start\|>", r"<\|tool_call_end\|>", _pythonic),
     Form(

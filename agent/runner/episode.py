@@ -205,7 +205,7 @@ def coroutine_of(agent: Any) -> Callable[[Prompt, Any, Generate], Awaitable[Any]
     if not callable(function):
         raise TypeError(
             "an agent must have a coroutine run(prompt, env, generate) or be one, got "
-            f"{type(agent).__name__} (QueueAgent takes one with queues)"
+            f"{type(agent).__name__}"
         )
     return function
 

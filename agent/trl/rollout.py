@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import KW_ONLY, dataclass, field, replace
-from itertools import accumulate, chain, count, pairwise
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -22,6 +22,8 @@ from trajpack.agent.protocols import Agent, Engine, Environment, Prompt
 from trajpack.agent.runner.runner import EpisodeResult, RolloutRunner
 from trajpack.packing.buffer.buffer import pack
 from trajpack.packing.optional import require
+from trajpack.packing.rows.packed import pieces_of
+from trajpack.packing.rows.rows import row_trajectories
 from trajpack.packing.types import Trajectory
 
 if TYPE_CHECKING:
@@ -109,22 +111,15 @@ class TRLRollout:
             EpisodeError: If an episode failed and that is to raise, or the engine ended.
         """
         self._check_trainer(trainer)
-        encoded: dict[str, Prompt] = {}
-        samples: list[tuple[str, int]] = []
-        sizes: Counter[str] = Counter()
+        ids: dict[str, Sequence[int]] = {}
+        asked: list[Prompt] = []
         for prompt in prompts:
             if (question := self._by_prompt.get(prompt_key(prompt))) is None:
                 raise ValueError(f"a trainer's prompt is none of the questions: {prompt!r:.200}")
-            if question.id not in encoded:
-                ids = self._prompt_ids(question, prompt, trainer)
-                encoded[question.id] = Prompt(question.id, ids, task_id=question.task_id)
-            samples.append((question.id, sizes[question.id]))  # numbered for each question
-            sizes[question.id] += 1
-        by_size = {
-            size: [encoded[id] for id in sizes if sizes[id] == size] for size in {*sizes.values()}
-        }
-        found = self._generate(by_size, trainer)
-        results = [found[sample] for sample in samples]
+            if question.id not in ids:
+                ids[question.id] = self._prompt_ids(question, prompt, trainer)
+            asked.append(Prompt(question.id, ids[question.id], task_id=question.task_id))
+        results = self._generate(asked, trainer)
         sequences = rows_of_episodes([result.trajectories for result in results])
         rows = [
             self._choose_row(result, of_episode, trainer)
@@ -156,9 +151,7 @@ class TRLRollout:
             )
         )
 
-    def _generate(
-        self, by_size: dict[int, list[Prompt]], trainer: GRPOTrainer
-    ) -> dict[tuple[str, int], EpisodeResult]:
+    def _generate(self, prompts: Sequence[Prompt], trainer: GRPOTrainer) -> list[EpisodeResult]:
         require("trl")
         from trl.models import unwrap_model_for_generation
 
@@ -174,7 +167,7 @@ class TRLRollout:
         )
         # The engine seeds the generator that the trainer draws its dropout from.
         with torch.random.fork_rng([device] if device.type == "cuda" else []), unwrapped as model:
-            episodes = self._episodes(self.make_engine(model, seed=seed, version=step), by_size)
+            episodes = self._episodes(self.make_engine(model, seed=seed, version=step), prompts)
             try:
                 asyncio.get_running_loop()
             except RuntimeError:
@@ -182,31 +175,27 @@ class TRLRollout:
             with ThreadPoolExecutor(1) as thread:  # a loop runs here, as in a notebook
                 return thread.submit(asyncio.run, episodes).result()
 
-    async def _episodes(
-        self, engine: Engine, by_size: dict[int, list[Prompt]]
-    ) -> dict[tuple[str, int], EpisodeResult]:
-        """Run the samples of each prompt, by a runner for each size of a group.
-
-        There are two sizes where a group is split between two processes.
-        """
-        found: dict[tuple[str, int], EpisodeResult] = {}
+    async def _episodes(self, engine: Engine, prompts: Sequence[Prompt]) -> list[EpisodeResult]:
+        """Run an episode for each prompt; those of equal prompts are numbered and one group."""
+        episodes: dict[str, EpisodeResult] = {}
         async with engine:
-            for size, prompts in by_size.items():
-                runner = RolloutRunner(
-                    engine,
-                    self.agent,
-                    self.environment,
-                    concurrency=self.concurrency,
-                    group_size=size,
-                )
-                async with aclosing(runner.run(prompts)) as results:
-                    async for result in results:
-                        error = result.error
-                        must_raise = self.failures == "raise" or has_engine_ended(error)
-                        if error is not None and must_raise:
-                            raise error
-                        found[result.prompt.id, result.sample] = result
-        return found
+            runner = RolloutRunner(
+                engine, self.agent, self.environment, concurrency=self.concurrency
+            )
+            async with aclosing(runner.run(prompts)) as results:
+                async for result in results:
+                    error, group = result.error, result.prompt.id
+                    if error and (self.failures == "raise" or has_engine_ended(error)):
+                        raise error
+                    paths = (
+                        replace(path, group=group)
+                        if path.group == f"{group}#{result.sample}"
+                        else path
+                        for path in result.trajectories
+                    )
+                    episodes[result.qid] = replace(result, trajectories=tuple(paths))
+        numbers: defaultdict[str, count[int]] = defaultdict(count)
+        return [episodes[f"{prompt.id}@{next(numbers[prompt.id])}"] for prompt in prompts]
 
     def _choose_row(self, result: EpisodeResult, rows: list[Row], trainer: GRPOTrainer) -> Row:
         """Return the row that TRL trains, or a masked one."""
@@ -324,17 +313,17 @@ def rows_of_episodes(episodes: Sequence[Sequence[Trajectory]]) -> list[list[Row]
         for path in chain.from_iterable(episodes)
     ]
     batch = pack(plain, device="cpu")
-    ids, mask = batch.input_ids.numpy(), batch.loss_mask.numpy()
-    logprobs = batch.rollout_logprobs.numpy()
-    num_turns = [sum(len(path.turns) for path in paths) for paths in episodes]
-    episode = np.zeros(len(batch), np.int64)
-    episode[batch.turn_sequence.numpy()] = np.repeat(np.arange(len(episodes)), num_turns)
+    columns = {
+        "ids": batch.input_ids,
+        "mask": batch.loss_mask.long(),
+        "logprobs": batch.rollout_logprobs,
+    }
+    owners = [episode for episode, paths in enumerate(episodes) for _ in paths]
     rows: list[list[Row]] = [[] for _ in episodes]
-    bounds = pairwise(accumulate(batch.seqlens, initial=0))
-    for owner, (begin, end) in zip(episode, bounds, strict=True):
-        generated = np.flatnonzero(mask[begin:end])
-        if generated.size:
-            of = slice(begin + generated[0], begin + generated[-1] + 1)
-            columns: Any = ids[begin : of.start], ids[of], mask[of].astype(int), logprobs[of]
-            rows[owner].append(Row(*(values.tolist() for values in columns)))
+    for trajectory, piece in zip(row_trajectories(batch), pieces_of(batch, columns), strict=True):
+        ids, mask, logprobs = (values.tolist() for values in piece.values())
+        if 1 in mask:
+            begin, end = mask.index(1), len(mask) - mask[::-1].index(1)
+            of = slice(begin, end)
+            rows[owners[trajectory]].append(Row(ids[:begin], ids[of], mask[of], logprobs[of]))
     return rows

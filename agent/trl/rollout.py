@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -50,28 +50,25 @@ class TRLRollout:
     """The ``rollout_func`` of TRL's ``GRPOTrainer``, by an agent of this library.
 
     Called with prompts and the trainer, it runs an episode for each prompt on the model that is
-    being trained, with its current weights, and returns lists with one entry for each prompt, in
-    their order: ``prompt_ids``, ``completion_ids``, ``env_mask`` (1 where generated, 0 on
-    observations), ``logprobs`` (as sampled, 0 on observations), and for `episode_reward` the
-    ``episode_reward`` (None: TRL leaves the row out), ``episode_id`` and ``episode_turns``.
+    being trained, and returns lists with one entry for each prompt: ``prompt_ids``,
+    ``completion_ids``, ``env_mask`` (1 where generated, 0 on observations), ``logprobs`` (as
+    sampled, 0 on observations), ``episode_reward`` (None: TRL leaves the row out), ``episode_id``
+    and ``episode_turns``.
 
-    TRL trains one row for each prompt and has one advantage for it. Its ``max_completion_length``
-    has no effect here: the agent's limits have. With ``mask_truncated_completions`` the rows of
-    truncated trajectories are masked, and no others.
+    TRL's ``max_completion_length`` has no effect: the agent's limits have. With
+    ``mask_truncated_completions`` the rows of truncated trajectories are masked, and no others.
 
     Attributes:
         agent: Agent of the episodes. Its ``prompt_ids(messages)`` makes the prompts; without it,
-            they are made as the trainer makes them. The temperature of its ``gconfig``, if any,
-            must be the trainer's.
-        environment: Environment of the episodes. The caller enters and closes it; each call has an
-            event loop of its own, so that the environment must not be bound to one.
+            the trainer's chat template does. Its ``gconfig`` has the trainer's temperature.
+        environment: Environment of the episodes, which the caller enters and closes. Each call has
+            an event loop of its own.
         questions: All questions. A prompt of the trainer is looked up by its messages, or by its
             text if it is a string; the question's id is the prompt id of agent and environment.
         concurrency: Maximum number of running episodes.
         score: Score of an episode.
-        failures: Treatment of an episode that failed, sampled nothing, or has several sequences,
-            since its turns do not continue each other: raise, or leave it out. An engine that ended
-            always raises.
+        failures: Treatment of an episode that failed, sampled nothing, or has several sequences:
+            raise, or leave it out. An engine that ended always raises.
         seed: Seed of the sampling, together with step, number of the call and process.
         make_engine: Makes the engine of one call from the model, a ``seed`` and a ``version``,
             which is the trainer's step.
@@ -91,12 +88,8 @@ class TRLRollout:
     seed: int = 0
     make_engine: Callable[..., Engine] = TransformersEngine
     on_results: Callable[[list[EpisodeResult]], None] | None = None
-    _by_prompt: dict[Any, Question] = field(init=False, repr=False)
-    _calls: count[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.concurrency < 1:
-            raise ValueError(f"concurrency must be at least 1, got {self.concurrency}")
         if self.failures not in ("raise", "mask"):
             raise ValueError(f"failures must be 'raise' or 'mask', got {self.failures!r}")
         self._by_prompt = questions_by_prompt(self.questions)
@@ -135,19 +128,16 @@ class TRLRollout:
 
     def _prompt_ids(self, question: Question, prompt: Any, trainer: GRPOTrainer) -> Sequence[int]:
         """Encode a prompt as the agent does, or else as TRL does when it generates by itself."""
-        if (encode := getattr(self.agent, "prompt_ids", None)) is not None:
-            ids: Sequence[int] = encode([dict(message) for message in question.messages])
+        if hasattr(self.agent, "prompt_ids"):
+            ids: Sequence[int] = self.agent.prompt_ids([*map(dict, question.messages)])
             return ids
         tokenizer = trainer.processing_class
         if isinstance(prompt, str):
             return list(tokenizer(text=prompt)["input_ids"])
+        options = {"chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
         return list(
             tokenizer.apply_chat_template(
-                prompt,
-                chat_template=trainer.chat_template,
-                add_generation_prompt=True,
-                return_dict=False,
-                **trainer.chat_template_kwargs,
+                prompt, add_generation_prompt=True, return_dict=False, **options
             )
         )
 
@@ -187,13 +177,14 @@ class TRLRollout:
                     error, group = result.error, result.prompt.id
                     if error and (self.failures == "raise" or has_engine_ended(error)):
                         raise error
-                    paths = (
-                        replace(path, group=group)
-                        if path.group == f"{group}#{result.sample}"
-                        else path
-                        for path in result.trajectories
+                    label = f"{group}#{result.sample}"  # the runner's, where a prompt comes again
+                    episodes[result.qid] = replace(
+                        result,
+                        trajectories=tuple(
+                            replace(path, group=group) if path.group == label else path
+                            for path in result.trajectories
+                        ),
                     )
-                    episodes[result.qid] = replace(result, trajectories=tuple(paths))
         numbers: defaultdict[str, count[int]] = defaultdict(count)
         return [episodes[f"{prompt.id}@{next(numbers[prompt.id])}"] for prompt in prompts]
 
@@ -202,9 +193,7 @@ class TRLRollout:
         eos_token_id = int(trainer.processing_class.eos_token_id)
         if len(rows) != 1:
             if result.error is None and self.failures == "raise":
-                what = "nothing was sampled"
-                if rows:
-                    what = f"it has {len(rows)} sequences, and TRL takes one row for each prompt"
+                what = f"it has {len(rows)} sequences with samples, and TRL takes one row for it"
                 raise EpisodeError(result.qid, what)
             # TRL refuses an empty completion, but not a masked one.
             return Row([int(id) for id in result.prompt.input_ids], [eos_token_id], [0], [0.0])
@@ -286,14 +275,12 @@ def questions_by_prompt(questions: Iterable[Question]) -> dict[Any, Question]:
 
 def prompt_key(prompt: Any) -> Any:
     """Return a hashable form of a prompt, without keys that a data set may have added."""
-    if isinstance(prompt, str):
-        return prompt
     try:
-        return tuple((message["role"], message["content"]) for message in prompt)
-    except (TypeError, KeyError) as error:
-        raise TypeError(
-            f"a prompt must be a str or a list of messages, got {prompt!r:.200}"
-        ) from error
+        return (
+            prompt if isinstance(prompt, str) else tuple((m["role"], m["content"]) for m in prompt)
+        )
+    except (TypeError, KeyError):
+        raise TypeError(f"a prompt must be a str or messages, got {prompt!r:.200}") from None
 
 
 def rows_of_episodes(episodes: Sequence[Sequence[Trajectory]]) -> list[list[Row]]:

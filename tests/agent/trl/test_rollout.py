@@ -432,7 +432,7 @@ def test_wrong_prompts_options_and_temperatures_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=r"none of the questions: .*Who\?"):
         make_rollout()([[{"role": "user", "content": "Who?"}]], trained.trainer)
-    with pytest.raises(TypeError, match="a str or a list of messages, got 7"):
+    with pytest.raises(TypeError, match="a str or messages, got 7"):
         make_rollout()([7], trained.trainer)
     cold = MathMultiTurnAgent(
         SamplingParams(8, temperature=0.5), build_tiny_model()[1], None, num_turns=1
@@ -444,7 +444,7 @@ def test_wrong_prompts_options_and_temperatures_are_refused(
         ask(trained, "0")
     assert ask(trained, "0", agent=Rewriting(), failures="mask")["episode_turns"] == [2]
     with pytest.raises(ValueError, match="concurrency must be at least 1, got 0"):
-        make_rollout(concurrency=0)
+        ask(trained, "0", agent=Rewriting(), concurrency=0)
     with pytest.raises(ValueError, match=r"failures must be 'raise' or 'mask', got 'drop'"):
         make_rollout(failures="drop")
     other = dataclasses.replace(QUESTIONS[0], id="other", solutions=("1",))

@@ -200,8 +200,9 @@ bench-gpu: ## Time the device path; needs a CUDA device
 	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.plots $(RESULTS)/gpu.json build/benchmarks
 
 .PHONY: hardware
-hardware: ## Run all that needs a CUDA device, each part in at most 8 minutes; PARTS="copies sync graphs"
-	@PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.hardware $(if $(PARTS),--parts $(PARTS)) $(if $(LIMIT),--limit $(LIMIT))
+hardware: ## Run all that needs a CUDA device, in two calls of some minutes; CALL=1, REHEARSE=1 without a device
+	@PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.hardware $(if $(CALL),--call $(CALL)) $(if $(REHEARSE),--rehearse) \
+		$(if $(BASE),--base $(BASE)) $(if $(filter command environment,$(firstword $(origin RESULTS))),--results $(RESULTS))
 
 .PHONY: bench-report
 bench-report: ## Write the documents' tables and plot from benchmarks/results

@@ -1,4 +1,4 @@
-"""What `make hardware` found: the benchmarks of its parts as one set of results, and a summary."""
+"""Benchmarks of a device that ran in parts, as one set of results, and a summary."""
 
 from __future__ import annotations
 
@@ -66,11 +66,7 @@ def outcomes(results: Record, folder: Path) -> str:
         passed = sum(row["outcome"] == "passed" for row in checks)
         values = (part["outcome"], part.get("seconds", "-"), passed or "-", part["commit"])
         rows.append([part["part"], *map(str, values)])
-    from benchmarks.hardware import parts  # which imports what a device needs
-
-    ran = {part["part"] for part in results["parts"]}
-    absent = [part.name for part in parts() if part.name not in ran]
-    return markdown([*rows, *([name, "did not run", "-", "-", "-"] for name in absent)])
+    return markdown(rows)
 
 
 def table(results: Record) -> str:

@@ -1,238 +1,243 @@
-"""Everything that needs a CUDA device, part by part, the cheapest evidence first: `make hardware`.
+"""Everything that needs a CUDA device, in two calls, the most valuable first: `make hardware`.
 
-`benchmarks.device_checks` has rates of copies, every kernel beside its reference (also under
-compute-sanitizer), waits, graphs and block shapes. Then come the GPU tests, and the benchmarks of
-the device path. Parts that time run alone, others beside each other. Each part has a time limit,
-and a part that fails stops no other. A part writes its results to ``hardware/<part>``, row by row.
-``hardware.json`` has the outcome of each part, and GPU, versions, commit and command;
-``build/hardware`` gets what each part printed.
+An item runs in a process of its own, which has a time limit: one that fails or takes too long stops
+no other. Each row is printed as a line of JSON, and is in ``call1.json`` or ``call2.json`` of the
+results, as soon as it is known; ``call1.log`` has what an item printed. ``--rehearse`` runs all
+items at tiny sizes on the host. With ``--base`` kernels of another checkout are timed in turn.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
-import itertools
 import json
 import os
 import re
-import shutil
+import select
 import signal
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from benchmarks import device_checks, machine
+from benchmarks import hardware_items as items, hardware_models as models, machine
+from benchmarks.hardware_items import Row, Setting
 from benchmarks.report import RESULTS
 
-LOGS = machine.ROOT / "build" / "hardware"
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-"""Of processes beside others, whose references would else take every core."""
-UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-"""Each tensor then has memory of its own, so that an access beside it is noticed."""
-TOOLS = [*os.environ.get("PATH", "").split(os.pathsep), "/usr/local/cuda/bin"]
-TOLD = re.compile(r"(\[gw\d+\].*|tests/.* )?\b(FAILED|ERROR)\b|=========")
-"""Begins the lines that say what failed."""
+TOOLS = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin"])
 
 
-class Part(NamedTuple):
+class Item(NamedTuple):
     """What is run."""
 
     name: str
     limit_s: float
-    command: Sequence[str]
-    environment: dict[str, str] = {}  # noqa: RUF012 - it is not changed
-    needs: Sequence[str] = ("triton", "pytest")
-    """Modules; torch is there."""
-    program: str = sys.executable
-    """What is needed beside them."""
-    beside: bool = False
-    """Whether it runs beside its neighbours: it times nothing."""
+    run: Callable[[Setting], Iterator[Row]]
 
 
-BENCHMARKS = {
-    "build": "bench_build_on_the_device",
-    "scans": "bench_discounted_returns or bench_gae",
-    "weights": "bench_weights",
-    "pack": "bench_pack_on_the_device",
-    "enqueue": "bench_size_on_the_device",
-    "credit": "bench_estimators",
-    "sums": "bench_group or bench_reductions",
-    "logprobs": "bench_logprobs",
-    "moves": "bench_pad or bench_gather or bench_unpad or bench_micro",
+CALLS = {
+    1: [
+        Item("rates", 30, items.rates),
+        Item("logprobs", 60, items.logprobs),
+        Item("trees", 150, models.trees),
+        Item("step", 80, models.step),
+        Item("grpo", 45, items.grpo),
+        Item("scans", 45, items.scans),
+        Item("micro-batches", 45, items.micro_batches),
+        Item("racecheck of scans", 90, items.racecheck),
+    ],
+    2: [
+        Item("tests", 120, items.tests),
+        Item("host", 70, items.host),
+        Item("weights", 40, items.weights),
+        Item("fields", 30, items.fields),
+        Item("ncu", 50, items.counters),
+        Item("dense", 25, items.dense),
+        Item("memcheck", 60, items.memcheck),
+    ],
 }
-"""Benchmarks of each part, as an expression of pytest."""
-LIMIT_S = 480
-"""Seconds of a part at most."""
+LIMITS = {1: 350.0, 2: 260.0}
+"""Seconds of a call. An item that has less than `LEAST_S` left is left out."""
+LEAST_S = 8.0
+WITHIN = {"checks": items.checks, "counted": items.counted}
+"""Items that run below a tool."""
 
 
-def parts(results: Path = RESULTS, *, rehearse: bool = False) -> list[Part]:
-    """Return all parts, those with the cheapest evidence first; tiny ones for a rehearsal."""
-    tiny = ["--rehearse"] if rehearse else []
-    cores = os.cpu_count() or 1
-    tests = (sys.executable, "-m", "pytest", "-W", "default", "-p", "no:cacheprovider")
-    workers = ("-n", str(cores - 4)) if find_spec("xdist") and cores > 8 else ()
-    benchmarks = sorted(
-        str(path.relative_to(machine.ROOT))
-        for path in (machine.ROOT / "benchmarks").glob("*/bench_*_gpu.py")
-    )
+class Call:
+    """The results of one call: a row is written when it is known."""
 
-    def checked(name: str, *more: str, checks: str = "", **options: Any) -> Part:
-        file = str(results / "hardware" / f"{name}.json")
-        command = (sys.executable, "-m", "benchmarks.device_checks", checks or name, file)
-        return Part(name, LIMIT_S, (*command, *more, *tiny), **options)
+    def __init__(self, number: int, folder: Path, said: Row) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.file = folder / f"call{number}.json"
+        self.log = folder / f"call{number}.log"
+        self.log.unlink(missing_ok=True)
+        self.results = said | {"items": [], "rows": []}
+        self.begin = time.monotonic()
 
-    def in_shares(count: int) -> tuple[str, ...]:
-        return "--shares", str(max(1, min(count, cores)))
+    def add(self, kind: str, row: Row) -> None:
+        row = rounded(row | {"at_s": time.monotonic() - self.begin})
+        self.results[kind].append(row)
+        print(json.dumps(row), flush=True)
+        unfinished = self.file.with_suffix(".tmp")
+        unfinished.write_text(json.dumps(self.results, indent=1) + "\n")
+        unfinished.replace(self.file)
 
-    def sanitized(tool: str) -> Part:
-        more = (*in_shares(4), "--sanitizer", tool)
-        rest = {"program": device_checks.SANITIZER, "beside": True}
-        return checked(tool, *more, checks="kernels", environment=ONE_THREAD | UNCACHED, **rest)
-
-    def timed(name: str, chosen: str) -> Part:
-        kept = str(results / "hardware" / name)
-        command = (*tests, "-q", *benchmarks, "-k", chosen, "--results", kept, *tiny)
-        return Part(name, LIMIT_S, command)
-
-    timings = [timed(name, chosen) for name, chosen in BENCHMARKS.items()]
-    return [
-        checked("copies"),
-        # compiles what the others find in Triton's cache
-        checked("kernels", *in_shares(12), environment=ONE_THREAD),
-        *(sanitized(tool) for tool in ("memcheck", "racecheck", "initcheck")),
-        *(checked(name, environment=ONE_THREAD, beside=True) for name in ("sync", "graphs")),
-        Part(
-            "tests",
-            LIMIT_S,
-            (*tests, "-v", *workers, "-m", "gpu", "tests/gpu"),  # names at once what fails
-            ONE_THREAD,
-            beside=True,
-        ),
-        *timings,
-        checked("dense"),
-        checked("shapes", *in_shares(len(device_checks.candidates()))),
-    ]
+    def run(self, item: Item, setting: Setting, limit_s: float) -> None:
+        """Run an item and keep its rows, and how it ended."""
+        begin = time.monotonic()
+        outcome = "passed"
+        for row in rows_of(item, setting, self.log, limit_s):
+            if "ended" in row:
+                outcome = row["ended"]
+            else:
+                self.add("rows", {"item": item.name} | row)
+        took = time.monotonic() - begin
+        self.add("items", {"item": item.name, "outcome": outcome, "seconds": took})
 
 
-def lacks(part: Part) -> str:
-    """Say what a part needs and is not there; nothing where all is."""
-    if shutil.which(part.program, path=os.pathsep.join(TOOLS)) is None:
-        return f"{part.program} is not on the PATH"
-    return ", ".join(f"{one} is not installed" for one in part.needs if find_spec(one) is None)
+def rounded(value: Any) -> Any:
+    """Return a value with five digits of each float."""
+    if isinstance(value, dict):
+        return {name: rounded(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(one) for one in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
-def command_of(part: Part) -> str:
-    """Return the command of a part as one would give it in the repository."""
-    words = [*(f"{name}={value}" for name, value in part.environment.items()), *part.command]
-    return " ".join(words).replace(sys.executable, "python").replace(f"{machine.ROOT}/", "")
+def rows_of(item: Item, setting: Setting, log: Path, limit_s: float) -> Iterator[Row]:
+    """Yield the rows of an item, which runs in a process of its own, and last how it ended."""
+    reading, writing = os.pipe()
+    sys.stdout.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # of threads: none of them is waited for
+        process = os.fork()  # it has not used the device; what is imported is imported once
+    if not process:
+        os.close(reading)
+        _child(item, setting, log, writing)
+    os.close(writing)
+    end, waiting, ended = time.monotonic() + limit_s, b"", None
+    with os.fdopen(reading, "rb", buffering=0) as pipe:
+        while ended is None:
+            ready, *_ = select.select([pipe], [], [], max(0.0, end - time.monotonic()))
+            if not ready:
+                ended = f"stopped after {limit_s:.0f} s"
+                break
+            read = pipe.read(2**16)
+            if not read:
+                ended = "its process died"
+            waiting += read
+            *lines, waiting = waiting.split(b"\n")
+            for line in lines:
+                row = json.loads(line)
+                if "ended" in row:
+                    ended = row["ended"]
+                else:
+                    yield row
+    with suppress(ProcessLookupError):  # also those that it started
+        os.killpg(process, signal.SIGKILL)
+    with suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    yield {"ended": ended}
 
 
-def run(part: Part, logs: Path) -> dict[str, Any]:
-    """Run a part, print and log its output, and return its record."""
-    found: dict[str, Any] = {
-        "part": part.name,
-        "command": command_of(part),
-        "limit_s": part.limit_s,
-    }
-    if lacking := lacks(part):
-        return found | {"outcome": f"left out: {lacking}"}
-    logs.mkdir(parents=True, exist_ok=True)
-    begin, last, told = time.perf_counter(), "", []
-    process = subprocess.Popen(
-        part.command,
-        cwd=machine.ROOT,
-        env=os.environ | part.environment | {"PATH": os.pathsep.join(TOOLS)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    over = threading.Event()
+def _child(item: Item, setting: Setting, log: Path, writing: int) -> NoReturn:
+    """Run an item, write its rows to a pipe, and end the process."""
+    os.setpgid(0, 0)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1, closefd=False) for n in (1, 2))
 
-    def stop() -> None:
-        over.set()
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+    def write(row: Row) -> None:
+        os.write(writing, json.dumps(row).encode() + b"\n")
 
-    timer = threading.Timer(part.limit_s, stop)
-    timer.start()
-    assert process.stdout is not None
-    with process.stdout, (logs / f"{part.name}.log").open("w") as log:
-        for line in process.stdout:
-            print(f"{part.name}: {line}", end="", flush=True)
-            log.write(line)
-            last = line.strip() or last
-            if TOLD.match(line):
-                told.append(line.rstrip())
-    status = process.wait()
-    timer.cancel()
-    outcome = "passed" if status == 0 else f"failed with status {status}"
-    if over.is_set():
-        outcome = f"stopped after {part.limit_s:g} s"
-    took = round(time.perf_counter() - begin, 1)
-    found |= {"outcome": outcome, "seconds": took, "last_line": last}
-    return found | ({"told": told[:40]} if told and outcome != "passed" else {})
+    try:
+        print(f"== {item.name}", flush=True)
+        for row in item.run(setting):
+            write(row)
+        write({"ended": "passed"})
+    except BaseException as error:  # noqa: BLE001 - the others are of worth without it
+        traceback.print_exc()
+        write({"error": f"{type(error).__name__}: {error}"[:1000]})
+        write({"ended": "failed"})
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
-def run_all(wanted: Sequence[Part], command: str, results: Path, logs: Path) -> int:
-    """Run parts, write their records after each, and return 0 if none failed.
+def described(setting: Setting, log: Path, command: str) -> Row:
+    """Return hardware, versions, commit and command: in a process that may ask for the device."""
 
-    The records of parts that are not run again stay.
-    """
-    file = results / "hardware.json"
-    kept = json.loads(file.read_text())["parts"] if file.exists() else []
-    found: list[dict[str, Any]] = []
-    neighbours = itertools.groupby(enumerate(wanted), lambda one: one[1].beside or one[0])
-    for _, group in neighbours:
-        together = [part for _, part in group]
-        print("==", *(f"{part.name}: at most {part.limit_s:g} s;" for part in together), flush=True)
-        with ThreadPoolExecutor(len(together)) as pool:
-            for record in pool.map(functools.partial(run, logs=logs), together):
-                found.append(record | {"commit": machine.commit()})
-        results.mkdir(parents=True, exist_ok=True)
-        again = {one["part"] for one in found}
-        said = machine.describe(command)
-        said["parts"] = [*(one for one in kept if one["part"] not in again), *found]
-        file.write_text(json.dumps(said, indent=1) + "\n")
-    print(f"== in {file}:")
-    for each in found:
-        print(f"{each['part']:12} {each['outcome']}")
-    return int(any(not each["outcome"].startswith(("passed", "left out")) for each in found))
+    def ask(_: Setting) -> Iterator[Row]:
+        yield machine.describe(command) | {"device": torch.cuda.is_available()}
+
+    found: Row = {}
+    for row in rows_of(Item("machine", 60, ask), setting, log, 60):
+        found |= row
+    return found
+
+
+def run_call(number: int, wanted: Sequence[Item], setting: Setting, call: Call) -> bool:
+    """Run the items of a call while there is time; return whether all passed."""
+    for item in wanted:
+        left = LIMITS[number] - (time.monotonic() - call.begin)
+        if left < LEAST_S and not setting.rehearse:
+            call.add("items", {"item": item.name, "outcome": "left out: no time"})
+        else:
+            limit_s = 600.0 if setting.rehearse else min(item.limit_s, left)
+            call.run(item, setting, limit_s)
+    return all(ended["outcome"] == "passed" for ended in call.results["items"])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what was asked for; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--parts", nargs="+", choices=[part.name for part in parts()])
-    parser.add_argument(
-        "--limit", type=float, help="seconds of a part at most, if fewer than its own"
-    )
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--call", nargs="+", type=int, choices=CALLS, default=[*CALLS])
+    parser.add_argument("--items", help="expression of the names of items, such as 'trees|step'")
+    parser.add_argument("--results", type=Path, help="folder of the results")
+    parser.add_argument("--base", type=Path, help="checkout whose kernels are timed in turn")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes, on the host")
+    parser.add_argument("--within", choices=WITHIN, help=argparse.SUPPRESS)
+    parser.add_argument("--again", help=argparse.SUPPRESS)
+    parser.add_argument("--only", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--share", nargs=2, type=int, default=(0, 1), help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
-    if not asked.rehearse and not torch.cuda.is_available():
-        print("hardware: there is no CUDA device here", file=sys.stderr)
-        return 2
-    if asked.rehearse and asked.results == RESULTS:
-        parser.error("a rehearsal needs --results: what it writes was not measured")
-    every = parts(asked.results.absolute(), rehearse=asked.rehearse)
-    wanted = [part for part in every if asked.parts is None or part.name in asked.parts]
-    if asked.limit is not None:
-        wanted = [part._replace(limit_s=min(part.limit_s, asked.limit)) for part in wanted]
+    os.environ["PATH"] = TOOLS
+    setting = Setting(asked.rehearse, asked.base, asked.only, tuple(asked.share))
+    if asked.within or asked.again:
+        run = WITHIN.get(asked.within) or getattr(items, asked.again)
+        for row in run(setting):
+            print(json.dumps(row), flush=True)
+        return 0
+    # answers without a context, which would not survive a fork
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    folder = asked.results or RESULTS / "hardware"
+    if asked.rehearse and asked.results is None:
+        folder = machine.ROOT / "build" / "hardware"
     given = sys.argv[1:] if arguments is None else arguments
     command = " ".join(["python", "-m", "benchmarks.hardware", *given])
-    return run_all(wanted, command, asked.results, LOGS)
+    folder.mkdir(parents=True, exist_ok=True)
+    said = described(setting, folder / "machine.log", command)
+    (folder / "machine.log").unlink(missing_ok=True)
+    if not said.pop("device", False) and not asked.rehearse:
+        print("hardware: there is no CUDA device here", file=sys.stderr)
+        return 2
+    passed = True
+    for number in asked.call:
+        wanted = [one for one in CALLS[number] if re.search(asked.items or "", one.name)]
+        if wanted:
+            call = Call(number, folder, {"call": number, "rehearsed": asked.rehearse} | said)
+            passed &= run_call(number, wanted, setting, call)
+    return int(not passed)
 
 
 if __name__ == "__main__":

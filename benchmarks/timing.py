@@ -150,6 +150,22 @@ def cold_ms(work: Work, device: str) -> float:
     return runs.median(lambda: _gpu(work, hidden, cold=True))
 
 
+def brief(work: Work, device: str) -> dict[str, Any]:
+    """Return what a call costs in few runs; on the host only wall time."""
+    if device == "cpu":
+        return {"wall_ms": cold_ms(work, device)}
+    runs = _Runs(work, None, torch.cuda.synchronize)
+    both = runs.several(lambda: _enqueue_and_wall(work, torch.cuda.synchronize))
+    hidden = _median([enqueued for enqueued, _ in both])
+    return {
+        "cold_ms": runs.median(lambda: _gpu(work, hidden, cold=True)),
+        "wall_ms": _median([wall for _, wall in both]),
+        "host_ms": hidden,
+        "peak_mib": peak_mib(work),
+        **launches(work),
+    }
+
+
 def peak_mib(work: Work) -> float:
     """Return the most device memory that a call had at a time, its result included, in MiB."""
     torch.cuda.synchronize()

@@ -28,3 +28,8 @@ def copy_to_all(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     reads, writes = source.shape[0], target.shape[0]
     repeated_copy_kernel[(count // BLOCK,)](source, target, count, reads, writes, BLOCK=BLOCK)
     return target
+
+
+@triton.jit
+def empty_kernel(given):
+    pass

@@ -1,17 +1,11 @@
-"""Checks of calls on a device: the reference's result, no wait for the device, replays of a graph.
-
-With tensors on the host, where the executor runs the kernels, they rehearse.
-"""
+"""Checks of calls on a device: the reference's result, and the same bits again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from tests.gpu.conftest import capture, no_waiting
 from tests.ptx.calls import Call
 from trajpack.testing import assert_same_bits
 
@@ -43,29 +37,3 @@ def tensors_of(result: Any, name: str = "result") -> dict[str, torch.Tensor]:
         return {key: tensor for part in parts for key, tensor in part.items()}
     found: dict[str, torch.Tensor] = result.tensors()
     return found | dict(getattr(result, "fields", {}))
-
-
-def without_waits(call: Call, device: str) -> dict[str, Any]:
-    """Make a call with every wait for the device an error, after one that compiles."""
-    call("triton")
-    with no_waiting() if device == "cuda" else nullcontext():
-        call("triton")
-    return {}
-
-
-def captured(work: Callable[[], Any], device: str) -> tuple[Callable[[], Any], Any]:
-    """Return the replay of ``work`` and what it returned; without a device, plain calls."""
-    if device == "cpu":
-        return work, work()
-    graph, result = capture(work)
-    return graph.replay, result
-
-
-def replays_call(call: Call, device: str) -> dict[str, Any]:
-    """Replay a captured call: it writes the bits of the call itself."""
-    expected = {name: one.clone() for name, one in tensors_of(call("triton")).items()}
-    replay, result = captured(lambda: call("triton"), device)
-    replay()
-    for name, tensor in tensors_of(result).items():
-        assert_same_bits(tensor, expected[name], name)
-    return {}

@@ -34,7 +34,7 @@ from tests.agent.chaos.faults import FaultyEngine, FaultyEnvironment
 from trajpack.agent.observability.metrics import RolloutMetrics
 from trajpack.agent.protocols import GenerationOutput, Prompt
 from trajpack.agent.runner.observers import RolloutObserver
-from trajpack.agent.runner.policy import BackOff, RetryPolicy, RolloutPolicy
+from trajpack.agent.runner.policy import RetryPolicy, RolloutPolicy
 from trajpack.agent.runner.runner import EpisodeResult, RolloutRunner
 from trajpack.packing.buffer.buffer import TrajectoryBuffer
 from trajpack.packing.trajectory_log.log import TrajectoryLog
@@ -136,7 +136,7 @@ class Soak:
         return outcome
 
     def _runner(self) -> RolloutRunner:
-        retries = RetryPolicy(max_attempts=4, wait=BackOff(0.02, 0.1))
+        retries = RetryPolicy(max_attempts=4, wait_initial_s=0.02, wait_max_s=0.1)
         return RolloutRunner(
             self.engine,
             chaos_agent(),

@@ -3,64 +3,40 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from trajpack.agent.errors import CAUSES, StaleEpisodeError
 from trajpack.agent.runner.results import EpisodeResult
 from trajpack.agent.seeding import derive_seed
 from trajpack.packing.conversion import as_integer, merge_spans
-from trajpack.packing.types import Trajectory
 
-RETRIED = CAUSES - {"agent", "cancelled", "ended", "refused"}
+RETRIED = CAUSES - {"agent", "cancelled", "ended", "refused", "stale"}
 """Causes retried by default."""
-
-
-@dataclass(frozen=True)
-class BackOff:
-    """Exponential wait of a failed episode before its retry.
-
-    It doubles each time and is shortened by up to a half, by the episode's name, so that episodes
-    which failed together do not come back together.
-
-    Attributes:
-        initial_s: Seconds after the first attempt at most; 0 or more.
-        max_s: Seconds after any attempt at most; 0 or more.
-
-    Example:
-        >>> 0.5 <= BackOff(1.0).seconds("q@0", attempts=1) <= 1.0
-        True
-    """
-
-    initial_s: float = 0.1
-    max_s: float = 10.0
-
-    def __post_init__(self) -> None:
-        for name in ("initial_s", "max_s"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
-
-    def seconds(self, qid: str, attempts: int) -> float:
-        """Return the wait of an episode after ``attempts``, in seconds."""
-        longest = min(self.initial_s * 2.0 ** min(attempts - 1, 64), self.max_s)
-        return longest * (1 - derive_seed(attempts, "back off", qid) / 2**32)
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
     """Retries of failed episodes: from the start, with the same name and seed.
 
+    The wait before a retry doubles each time, and is shortened by up to a half, by the episode's
+    name, so that episodes which failed together do not come back together. Other episodes use the
+    slot meanwhile.
+
     Attributes:
         max_attempts: Attempts at an episode at most; 1 disables retries.
         causes: `EpisodeError.cause` of failures that are retried. By default all but those of the
-            agent, of refused requests, of cancellations and of the engine's end.
-        wait: Wait before a retry. Other episodes use the slot meanwhile.
+            agent, of refused requests, of cancellations and of the engine's end. A result that is
+            stale at its hand-over is never retried.
+        wait_initial_s: Seconds after the first attempt at most.
+        wait_max_s: Seconds after any attempt at most.
     """
 
     max_attempts: int = 1
     causes: Collection[str] = RETRIED
-    wait: BackOff = field(default_factory=BackOff)
+    wait_initial_s: float = 0.1
+    wait_max_s: float = 10.0
 
     def __post_init__(self) -> None:
         _check_least(self, max_attempts=1)
@@ -70,10 +46,23 @@ class RetryPolicy:
         unknown = sorted(set(self.causes) - CAUSES)
         if unknown:
             raise ValueError(f"causes must be among {sorted(CAUSES)}, got {unknown}")
+        for name in ("wait_initial_s", "wait_max_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
 
     def allows(self, cause: str, attempts: int) -> bool:
         """Return whether an episode that failed after ``attempts`` is retried."""
         return attempts < self.max_attempts and cause in self.causes
+
+    def wait_s(self, qid: str, attempts: int) -> float:
+        """Return the wait of an episode after ``attempts``, in seconds.
+
+        Example:
+            >>> 0.5 <= RetryPolicy(2, wait_initial_s=1.0).wait_s("q@0", attempts=1) <= 1.0
+            True
+        """
+        longest = min(self.wait_initial_s * 2.0 ** min(attempts - 1, 64), self.wait_max_s)
+        return longest * (1 - derive_seed(attempts, "back off", qid) / 2**32)
 
 
 @dataclass(frozen=True)
@@ -133,31 +122,25 @@ class StalenessGate:
         self._num_accepted = self.num_accepted + is_accepted
 
 
-def oldest_version(trajectories: Iterable[Trajectory]) -> int | None:
-    """Return the policy version of the oldest sampled token; None if no token was sampled."""
+def refuse_stale(
+    result: EpisodeResult, policy: StalenessPolicy | None, version: int
+) -> EpisodeResult:
+    """Return a result, or its failure if it is too old for weights of ``version``."""
+    if policy is None or policy.max_token_age is None:
+        return result
     versions = (
         merge_spans(turn.version_spans, turn.version_start, turn.version_end)[1]
-        for trajectory in trajectories
-        for turn in trajectory.turns
+        for turn in result.turns
         if len(turn.completion_ids)
     )
-    return min(versions, default=None)
-
-
-def staleness_error(
-    result: EpisodeResult, policy: StalenessPolicy | None, version: int
-) -> StaleEpisodeError | None:
-    """Return the error of a result that is too old for weights of ``version``, or None."""
-    if policy is None or policy.max_token_age is None or result.error is not None:
-        return None
-    oldest = oldest_version(result.trajectories)
-    if oldest is None or version - oldest <= policy.max_token_age:
-        return None
-    return StaleEpisodeError(
-        result.qid,
+    oldest = min(versions, default=version)
+    if version - oldest <= policy.max_token_age:
+        return result
+    reason = (
         f"a token is of version {oldest}, {version - oldest} behind the engine's; at most "
-        f"{policy.max_token_age} are allowed",
+        f"{policy.max_token_age} are allowed"
     )
+    return replace(result, trajectories=(), error=StaleEpisodeError(result.qid, reason))
 
 
 GroupFilter: TypeAlias = Callable[[Sequence[EpisodeResult]], str | None]
@@ -165,10 +148,7 @@ GroupFilter: TypeAlias = Callable[[Sequence[EpisodeResult]], str | None]
 
 
 def not_all_equal(results: Sequence[EpisodeResult]) -> str | None:
-    """Reject a group as ``all_equal`` if its episodes have the same sum of rewards.
-
-    A group of one is not rejected: it is compared with others.
-    """
+    """Reject a group of several as ``all_equal`` if its episodes have the same sum of rewards."""
     sums = {float(sum(turn.reward for turn in result.turns)) for result in results}
     return "all_equal" if len(results) > 1 and len(sums) == 1 else None
 
@@ -262,9 +242,8 @@ class RolloutPolicy:
 
 def _check_least(policy: object, **least: int) -> None:
     """Check integers of a policy, which may be None where that is their default."""
-    for name, value in least.items():
-        given = getattr(policy, name)
-        if given is None and getattr(type(policy), name, 0) is None:
-            continue
-        if as_integer(name, given) < value:
-            raise ValueError(f"{name} must be at least {value}, got {given}")
+    for name, minimum in least.items():
+        value = getattr(policy, name)
+        is_default = value is None and getattr(type(policy), name, 0) is None
+        if not is_default and as_integer(name, value) < minimum:
+            raise ValueError(f"{name} must be at least {minimum}, got {value}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from dataclasses import dataclass
 
@@ -84,15 +83,15 @@ class GroupResult:
         return [turn for trajectory in self.trajectories for turn in trajectory.turns]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Progress:
     """Counts of a run so far.
 
     Attributes:
         num_started: Episodes begun, ``group_size`` to a prompt; each counts once, whatever its
             attempts.
-        num_finished: Episodes ended, the failed ones included.
-        num_failed: Episodes that ended with an error.
+        num_finished: Episodes handed over, the failed ones included.
+        num_failed: Those with an error.
         num_turns: Turns sampled, those of failed and of unfinished episodes included.
         num_tokens: Tokens sampled in these turns.
         num_kept_turns: Turns of the episodes that finished without an error.
@@ -121,58 +120,43 @@ class Progress:
         """
         return self.num_tokens / self.elapsed_s if self.elapsed_s > 0 else 0.0
 
+    def count_result(self, result: EpisodeResult) -> None:
+        """Count an episode that is handed over."""
+        self.num_finished += 1
+        self.num_failed += result.error is not None
+        self.num_kept_turns += len(result.turns)
+        self.num_rewarded_turns += sum(turn.reward > 0 for turn in result.turns)
+        self.reward_sum += sum(turn.reward for turn in result.turns)
 
-class Counters:
-    """Mutable counts of a run, by the names of the fields of `Progress`."""
+
+class OutcomeLog:
+    """Logs a line, once, if a run gives nothing to train on: early, or at its end."""
 
     def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self._reward_sum = 0.0
-        self._began = time.monotonic()
+        self._num_episodes = 0
         self._reasons: Counter[str] = Counter()
         self._first_error: Exception | None = None
-        self._num_judged = 0
-        self._is_of_use = False
+        self._is_silent = False
 
-    def count_turn(self, turn: Turn) -> None:
-        """Count a turn that was sampled."""
-        self.counts["num_turns"] += 1
-        self.counts["num_tokens"] += len(turn.completion_ids)
-
-    def count_result(self, result: EpisodeResult, times: int = 1) -> None:
-        """Count an episode that has ended; -1 ``times`` takes it back."""
-        turns = result.turns
-        self.counts["num_finished"] += times
-        self.counts["num_failed"] += times * (result.error is not None)
-        self.counts["num_kept_turns"] += times * len(turns)
-        self.counts["num_rewarded_turns"] += times * sum(turn.reward > 0 for turn in turns)
-        self._reward_sum += times * sum(turn.reward for turn in turns)
-
-    def progress(self) -> Progress:
-        """Return the counts of this moment."""
-        elapsed_s = time.monotonic() - self._began
-        return Progress(**self.counts, reward_sum=self._reward_sum, elapsed_s=elapsed_s)
-
-    def count_group(self, group: GroupResult) -> None:
-        """Count why a group cannot be trained; after a hundred episodes without use, say so."""
-        self._num_judged += len(group.results)
+    def add(self, group: GroupResult) -> None:
+        """Count why a group cannot be trained."""
+        self._num_episodes += len(group.results)
         self._reasons[group.rejected or "no generated token"] += 1
-        self._is_of_use |= group.rejected is None and any(
-            len(turn.completion_ids) for turn in group.turns
-        )
+        if group.rejected is None:
+            self._is_silent |= any(len(turn.completion_ids) for turn in group.turns)
         errors = (result.error for result in group.results if result.error is not None)
         self._first_error = self._first_error or next(errors, None)
-        if self._num_judged >= _EARLY:
-            self.log_outcome()
+        if self._num_episodes >= _EARLY:
+            self.log()
 
-    def log_outcome(self) -> None:
-        """Log a line if the run gave nothing to train on, once."""
-        if self._reasons and not self._is_of_use:
-            self._is_of_use = True  # so that no other line follows
+    def log(self) -> None:
+        """Log the line unless a group was of use, or it was logged before."""
+        if self._reasons and not self._is_silent:
+            self._is_silent = True
             reasons = ", ".join(f"{name} {count}" for name, count in self._reasons.most_common())
             _logger.error(
                 "%d episodes gave nothing to train on, groups: %s; the first error: %s",
-                self._num_judged,
+                self._num_episodes,
                 one_line(reasons),
                 one_line(self._first_error),
             )

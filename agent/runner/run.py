@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trajpack.agent.blocking_work import wait_for_end
-from trajpack.agent.errors import EpisodeCancelledError, EpisodeError, has_engine_ended
+from trajpack.agent.errors import (
+    EpisodeCancelledError,
+    EpisodeError,
+    StaleEpisodeError,
+    has_engine_ended,
+)
 from trajpack.agent.protocols import Prompt
 from trajpack.agent.runner.episode import attempt_episode, check_serving, labelled
-from trajpack.agent.runner.policy import GroupPolicy, staleness_error
-from trajpack.agent.runner.results import Counters, EpisodeResult, GroupResult
+from trajpack.agent.runner.policy import RolloutPolicy, refuse_stale
+from trajpack.agent.runner.results import EpisodeResult, GroupResult, OutcomeLog, Progress
 from trajpack.agent.seeding import derive_seed
 from trajpack.packing.types import Trajectory, Turn
 
@@ -44,25 +50,22 @@ class Group:
     ended: dict[int, EpisodeResult] = field(default_factory=dict)
     """Results of the episodes that have ended, by sample."""
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether no episode is under way."""
-        return len(self.ended) == self.size
-
-    def judge(self, policy: GroupPolicy) -> GroupResult:
-        """Return the result of the group, once no episode is under way."""
-        ordered = [self.ended[sample] for sample in sorted(self.ended)]
-        good = [result for result in ordered if result.error is None]
-        rejected: str | None = None
+    def judged(self, policy: RolloutPolicy, version: int) -> GroupResult:
+        """Return the result of the group, in which stale episodes have failed."""
+        results = [
+            refuse_stale(self.ended[sample], policy.staleness, version)
+            for sample in sorted(self.ended)
+        ]
+        good = [result for result in results if result.error is None]
         if not good:
-            rejected = "failed"
-        elif len(good) < self.size and policy.incomplete == "drop":
+            rejected: str | None = "failed"
+        elif len(good) < self.size and policy.groups.incomplete == "drop":
             rejected = "incomplete"
         else:
-            reasons = (reason_for(good) for reason_for in policy.filters)
+            reasons = (reason_for(good) for reason_for in policy.groups.filters)
             reason = next((reason for reason in reasons if reason is not None), None)
             rejected = None if reason is None else f"filtered: {reason}"
-        return GroupResult(self.prompt, tuple(ordered), rejected)
+        return GroupResult(self.prompt, tuple(results), rejected)
 
 
 @dataclass(eq=False)
@@ -101,7 +104,8 @@ class Run:
         self._taking: asyncio.Task[None] | None = None
         self._events: asyncio.Queue[tuple[Group, EpisodeResult] | None] = asyncio.Queue()
         """Results of episodes; None wakes the reader, for progress or at an end."""
-        self._counters = Counters()
+        self._progress, self._began = Progress(), time.monotonic()
+        self._outcome = OutcomeLog()
         self._num_groups = 0
         """Groups under way."""
         self._is_stopping = self._is_cancelling = False
@@ -122,7 +126,9 @@ class Run:
         """Yield the result of each group as its last episode ends."""
         runner = self._runner
         check_serving(runner.engine)
-        runner.begin_run(self)
+        if not runner.runs:
+            runner.silence.start()
+        runner.runs.add(self)
         self._taking = asyncio.create_task(self._take_prompts())
         self._taking.add_done_callback(self._has_taken)
         try:
@@ -132,27 +138,43 @@ class Run:
                     raise self._failure
                 group = None if event is None else self._take(*event)
                 if runner.on_progress is not None:
-                    runner.on_progress(self._counters.progress())
-                if group is not None and group.is_complete:
-                    yield self._hand_over(group)
+                    elapsed_s = time.monotonic() - self._began
+                    runner.on_progress(replace(self._progress, elapsed_s=elapsed_s))
+                if group is not None:
+                    yield group
             if not self._is_cancelling:
-                self._counters.log_outcome()
+                self._outcome.log()
         finally:
             self.stop(drain=False)
             await wait_for_end(self._taking, *self._tasks)
             if runner.staleness is not None:
                 runner.staleness.num_running -= self._num_groups
-            runner.end_run(self)
+            runner.runs.discard(self)
+            if not runner.runs:
+                runner.silence.stop()
 
-    def _take(self, group: Group, result: EpisodeResult) -> Group:
-        """Make room for another episode, and add a result to its group."""
+    def _take(self, group: Group, result: EpisodeResult) -> GroupResult | None:
+        """Make room for another episode; return the result of a group that is complete."""
         self._num_open -= 1
         self._has_room.set()
         group.ended[result.sample] = result
-        self._counters.count_result(result)
-        if group.is_complete:
-            self._refuse_stale(group)
-        return group
+        if len(group.ended) < group.size:
+            return None
+        runner, version = self._runner, self._runner.engine.version
+        judged = group.judged(runner.policy, version)
+        self._num_groups -= 1
+        if runner.staleness is not None:
+            runner.staleness.end(is_accepted=judged.rejected is None)
+        self._outcome.add(judged)
+        for taken in judged.results:
+            self._progress.count_result(taken)
+            if isinstance(taken.error, StaleEpisodeError):
+                self._tell_end(taken.qid, taken.attempts, taken.error, final=True)
+            elif taken.error is None and judged.rejected is None:
+                runner.tell("result_accepted", taken, version)
+        if self._by_group:
+            runner.tell("group_ended", judged.prompt.id, judged.results, judged.rejected)
+        return judged
 
     def _has_taken(self, taking: asyncio.Task[None]) -> None:
         """Note that there are no further prompts, or why."""
@@ -162,39 +184,6 @@ class Run:
             self._failure = RuntimeError("the task that takes the prompts was cancelled")
         self._events.put_nowait(None)
 
-    def _refuse_stale(self, group: Group) -> None:
-        """Retry the episodes of a group whose results are stale now, or make them failures."""
-        staleness, version = self._runner.policy.staleness, self._runner.engine.version
-        for sample, result in list(group.ended.items()):
-            error = staleness_error(result, staleness, version)
-            if error is None:
-                continue
-            self._counters.count_result(result, -1)
-            is_final = not self._may_retry(error, result.attempts)
-            self._tell_end(result.qid, result.attempts, error, final=is_final)
-            if is_final:
-                group.ended[sample] = replace(result, trajectories=(), error=error)
-                self._counters.count_result(group.ended[sample])
-            else:
-                del group.ended[sample]
-                self._open(group, sample, result.attempts)
-
-    def _hand_over(self, group: Group) -> GroupResult:
-        """Judge a group, count it as handed over, and tell observers."""
-        runner = self._runner
-        judged = group.judge(runner.policy.groups)
-        self._num_groups -= 1
-        if runner.staleness is not None:
-            runner.staleness.end(is_accepted=judged.rejected is None)
-        self._counters.count_group(judged)
-        if judged.rejected is None:
-            for result in judged.results:
-                if result.error is None:
-                    runner.tell("result_accepted", result, runner.engine.version)
-        if self._by_group:
-            runner.tell("group_ended", judged.prompt.id, judged.results, judged.rejected)
-        return judged
-
     async def _take_prompts(self) -> None:
         source: Any = self._prompts
         is_async = isinstance(source, AsyncIterable)
@@ -202,8 +191,9 @@ class Run:
         num_occurrences = Counter[str]()
         while True:
             await self._wait_for_turn()
-            with self._runner.awaiting("the next item of the iterator of prompts"):
-                prompt = await anext(prompts, _END) if is_async else next(prompts, _END)
+            self._runner.awaited = "the next item of the iterator of prompts"
+            prompt = await anext(prompts, _END) if is_async else next(prompts, _END)
+            self._runner.awaited = ""
             if prompt is _END:
                 return
             if not isinstance(prompt, Prompt):
@@ -237,18 +227,19 @@ class Run:
             self._has_room.clear()
             await self._has_room.wait()
         while (gate := runner.staleness) is not None and gate.capacity(runner.engine.version) < 1:
-            with runner.awaiting(WEIGHTS):
-                await asyncio.sleep(_VERSION_INTERVAL_S)
+            runner.awaited = WEIGHTS
+            await asyncio.sleep(_VERSION_INTERVAL_S)
+            runner.awaited = ""
         async with self._slots:
             pass
 
-    def _open(self, group: Group, sample: int, attempts: int = 0) -> None:
-        """Start an episode, after ``attempts`` if they gave a stale result."""
+    def _open(self, group: Group, sample: int) -> None:
+        """Start an episode."""
         from anyio import CancelScope
 
-        episode = Episode(group, sample, CancelScope(), attempts)
+        episode = Episode(group, sample, CancelScope())
         self._num_open += 1
-        self._counters.counts["num_started"] += attempts == 0
+        self._progress.num_started += 1
         task = asyncio.create_task(self._roll_out(episode), name=f"episode {episode.qid}")
         self._tasks[task] = episode
         task.add_done_callback(self._has_ended)
@@ -258,6 +249,7 @@ class Run:
         runner, group, qid = self._runner, episode.group, episode.qid
         seed = runner.policy.seed if group.prompt.seed is None else group.prompt.seed
         prompt = replace(group.prompt, id=qid, seed=derive_seed(seed, qid))
+        retries = runner.policy.retries
         count_turn = None if runner.on_progress is None else self._count_turn
         with episode.scope:
             while True:
@@ -272,10 +264,10 @@ class Run:
                     except EpisodeError as error:
                         if has_engine_ended(error):
                             self.stop(drain=True)
-                        if not self._may_retry(error, episode.attempts):
+                        if self._is_stopping or not retries.allows(error.cause, episode.attempts):
                             return error
                         self._tell_end(qid, episode.attempts, error, final=False)
-                await asyncio.sleep(runner.policy.retries.wait.seconds(qid, episode.attempts))
+                await asyncio.sleep(retries.wait_s(qid, episode.attempts))
         return EpisodeCancelledError(qid, "it was stopped")
 
     def _has_ended(self, task: asyncio.Task[Outcome]) -> None:
@@ -297,15 +289,13 @@ class Run:
         result = EpisodeResult(prompt, trajectories, error, episode.sample, attempts)
         self._events.put_nowait((episode.group, result))
 
-    def _may_retry(self, error: EpisodeError, attempts: int) -> bool:
-        return not self._is_stopping and self._runner.policy.retries.allows(error.cause, attempts)
-
     def _tell_end(
         self, qid: str, attempts: int, error: EpisodeError | None, *, final: bool
     ) -> None:
         self._runner.tell("episode_ended", qid, attempts - 1, error, final=final)
 
     def _count_turn(self, turn: Turn) -> None:
-        self._counters.count_turn(turn)
+        self._progress.num_turns += 1
+        self._progress.num_tokens += len(turn.completion_ids)
         if self._events.empty():
             self._events.put_nowait(None)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -83,9 +83,9 @@ class RolloutRunner:
         self.silence = SilenceTimer(self.policy.silence_warning_s, self._waits_for)
         self.num_attempts = self.num_calls = 0
         """Attempts at episodes, and calls of the environment, that are under way."""
-        self._awaited: list[str] = []
-        """What runs wait for while no episode is under way: prompts, or newer weights."""
-        self._runs: set[Run] = set()
+        self.awaited = ""
+        """What a run waits for while no episode is under way: prompts, or newer weights."""
+        self.runs: set[Run] = set()
 
     async def run(self, prompts: Prompts) -> AsyncGenerator[EpisodeResult, None]:
         """Yield a result for each episode, in the order in which they finish.
@@ -124,7 +124,7 @@ class RolloutRunner:
         have not started get that error, too. An episode that fails meanwhile is not retried. Later
         runs are not affected.
         """
-        for run in list(self._runs):
+        for run in list(self.runs):
             run.stop(drain=drain)
 
     def paused(self, *, drain: bool = False) -> AbstractAsyncContextManager[None]:
@@ -140,32 +140,11 @@ class RolloutRunner:
         """
         return self.gate.paused(drain=drain)
 
-    def begin_run(self, run: Run) -> None:
-        """Note a run that has begun."""
-        if not self._runs:
-            self.silence.start()
-        self._runs.add(run)
-
-    def end_run(self, run: Run) -> None:
-        """Forget a run that has ended."""
-        self._runs.discard(run)
-        if not self._runs:
-            self.silence.stop()
-
-    @contextmanager
-    def awaiting(self, what: str) -> Iterator[None]:
-        """Note what a run waits for while the context lasts."""
-        self._awaited.append(what)
-        try:
-            yield
-        finally:
-            self._awaited.remove(what)
-
     def _waits_for(self) -> str:
         if self.gate.is_still or getattr(self.engine, "is_remote", False):
             return ""  # of episodes elsewhere no sign comes
         if not self.num_attempts:
-            return f"waiting for {self._awaited[0]}" if self._awaited else ""
+            return f"waiting for {self.awaited}" if self.awaited else ""
         engine, environment = type(self.engine).__name__, type(self.environment).__name__
         return (
             f"episodes under way: {self.num_attempts}, open requests to {engine}: "

@@ -14,7 +14,7 @@ from tests.agent.chaos.fault_plan import Fault, FaultPlan
 from trajpack.agent.agents.math_multi_turn import MathMultiTurnAgent
 from trajpack.agent.protocols import GenerationOutput, GenerationRequest, Prompt, SamplingParams
 from trajpack.agent.runner.observers import RolloutObserver
-from trajpack.agent.runner.policy import BackOff, RetryPolicy, RolloutPolicy
+from trajpack.agent.runner.policy import RetryPolicy, RolloutPolicy
 from trajpack.agent.runner.runner import EpisodeResult
 from trajpack.agent.seeding import derive_seed
 from trajpack.packing.types import Turn
@@ -29,7 +29,7 @@ NUM_MARKED = 6
 
 def chaos_policy(**changes: Any) -> RolloutPolicy:
     limits = {"episode_timeout_s": 60.0, "generation_timeout_s": 20.0}
-    retries = RetryPolicy(max_attempts=4, wait=BackOff(0.5, 4.0))
+    retries = RetryPolicy(max_attempts=4, wait_initial_s=0.5, wait_max_s=4.0)
     return RolloutPolicy(**({"retries": retries} | limits | changes))
 
 

@@ -21,7 +21,6 @@ from tests.agent.runner.runner_cases import (
 from trajpack.agent.errors import EpisodeCancelledError
 from trajpack.agent.protocols import Prompt
 from trajpack.agent.runner.policy import (
-    BackOff,
     GroupPolicy,
     RetryPolicy,
     RolloutPolicy,
@@ -136,36 +135,27 @@ def test_rejected_groups_do_not_count_for_staleness() -> None:
     assert Counter(serve(body)) == {None: 2, "incomplete": 2}
 
 
-@pytest.mark.parametrize(("attempts", "stale", "tried"), [(2, None, [2, 1]), (1, "stale", [1, 1])])
-def test_a_member_that_went_stale_is_rolled_out_again(
-    attempts: int, stale: str | None, tried: list[int]
-) -> None:
-    seen: list[Progress] = []
-
+def test_a_member_that_went_stale_has_failed() -> None:
     async def body(engine: EchoEngine) -> GroupResult:
         class Later(TwoTurns):
             async def run(self, *values: Any) -> list[Trajectory]:
-                found = await super().run(*values)
                 if values[0].id == "q0@1":
-                    await until(lambda: bool(seen) and seen[-1].num_finished == 1)
-                    if engine.version == 0:
-                        engine.version = 2
-                        return await super().run(*values)
-                return found
+                    await until(lambda: "q0@0" in engine.opened and not engine.open)
+                    engine.version = 2
+                return await super().run(*values)
 
-        policy = RolloutPolicy(
-            retries=RetryPolicy(attempts, wait=BackOff(0.0)),
-            staleness=StalenessPolicy(9, 9, max_token_age=1),
-        )
+        retries, staleness = RetryPolicy(3), StalenessPolicy(9, 9, max_token_age=1)
+        policy = RolloutPolicy(retries, staleness=staleness)
         run = runner(engine, Later(), group_size=2, policy=policy, on_progress=seen.append)
         (group,) = await take(run.run_groups(prompts(1)))
         return group
 
+    seen: list[Progress] = []
     group = serve(body)
     causes = [result.error and result.error.cause for result in group.results]
-    assert causes == [stale, None]
-    assert [result.attempts for result in group.results] == tried
-    assert (seen[-1].num_finished, seen[-1].num_started) == (2, 2)
+    assert causes == ["stale", None]
+    assert [result.attempts for result in group.results] == [1, 1]
+    assert (seen[-1].num_finished, seen[-1].num_started, seen[-1].num_failed) == (2, 2, 1)
 
 
 def test_groups_that_were_finished_before_are_not_begun() -> None:

@@ -21,14 +21,13 @@ from tests.agent.runner.runner_cases import (
 from trajpack.agent.errors import GenerationError, StaleEpisodeError
 from trajpack.agent.protocols import Prompt
 from trajpack.agent.runner.policy import (
-    BackOff,
     GroupPolicy,
     RetryPolicy,
     RolloutPolicy,
     StalenessGate,
     StalenessPolicy,
     not_all_equal,
-    oldest_version,
+    refuse_stale,
     success_rate_between,
 )
 from trajpack.agent.runner.runner import EpisodeResult
@@ -41,8 +40,8 @@ from trajpack.packing.types import Trajectory, Turn
         (lambda: RetryPolicy(0), ValueError, "max_attempts must be at least 1, got 0"),
         (lambda: RetryPolicy(2, ["luck"]), ValueError, r"causes must be among .* got \['luck'\]"),
         (lambda: RetryPolicy(2, "stale"), TypeError, "causes must be several, got 'stale'"),
-        (lambda: BackOff(-1.0), ValueError, "initial_s must be 0 or more"),
-        (lambda: BackOff(max_s=float("nan")), ValueError, "max_s must be 0 or more"),
+        (lambda: RetryPolicy(wait_initial_s=-1.0), ValueError, "wait_initial_s must be 0 or more"),
+        (lambda: RetryPolicy(wait_max_s=float("nan")), ValueError, "wait_max_s must be 0 or"),
         (lambda: RolloutPolicy(episode_timeout_s=0), ValueError, "episode_timeout_s must be pos"),
         (lambda: RolloutPolicy(silence_warning_s=0), ValueError, "silence_warning_s must be pos"),
         (lambda: StalenessPolicy(-1, 1), ValueError, "max_staleness must be at least 0, got -1"),
@@ -102,7 +101,7 @@ def test_filters_tell_why_a_group_is_of_no_use(
 
 
 def fresh(max_staleness: int, batch_size: int, **options: Any) -> RolloutPolicy:
-    retries = RetryPolicy(options.pop("attempts", 1), wait=BackOff(0.0))
+    retries = RetryPolicy(options.pop("attempts", 1), wait_initial_s=0.0)
     staleness = StalenessPolicy(max_staleness, batch_size, **options)
     return RolloutPolicy(retries=retries, staleness=staleness)
 
@@ -155,7 +154,7 @@ def test_the_bound_holds_at_every_moment_of_an_unruly_rollout() -> None:
             if drawn.random() < 0.3:
                 raise GenerationError(prompt.id, "lost")
 
-        retries = RetryPolicy(2, wait=BackOff(0.001))
+        retries = RetryPolicy(2, wait_initial_s=0.001)
         policy = RolloutPolicy(retries=retries, staleness=StalenessPolicy(1, 5))
         run = runner(engine, TwoTurns(before=before), concurrency=16, policy=policy)
         gate = run.staleness
@@ -171,14 +170,17 @@ def test_the_bound_holds_at_every_moment_of_an_unruly_rollout() -> None:
     assert max(excess) == 0  # reached, and never passed
 
 
-def test_the_oldest_version_is_that_of_any_sampled_token() -> None:
+def test_the_oldest_token_decides() -> None:
     spans = [(3, 0, 1), (5, 1, 2)]
     mixed = Turn([1], [2, 3], [-1.0, -1.0], version_spans=spans)
     newer = Turn([1], [2], [-1.0], version_start=4, version_end=6)
     silent = Turn([1], [], [])
-    assert oldest_version([Trajectory("a", [newer, silent]), Trajectory("b", [mixed])]) == 3
-    assert oldest_version([Trajectory("a", [newer])]) == 4
-    assert oldest_version([Trajectory("a", [silent])]) is None
+    policy = StalenessPolicy(9, 9, max_token_age=2)
+    for turns, oldest in (([newer, silent, mixed], 3), ([newer], 4), ([silent], None)):
+        result = EpisodeResult(Prompt("q", [1]), (Trajectory("t", turns),))
+        error = refuse_stale(result, policy, version=7).error
+        assert (error is None) == (oldest is None)
+        assert error is None or f"a token is of version {oldest}," in str(error)
 
 
 class Ages(TwoTurns):
@@ -198,7 +200,7 @@ class Ages(TwoTurns):
 
 @pytest.mark.parametrize(
     ("max_token_age", "attempts", "expected"),
-    [(3, 1, (None, 1)), (2, 1, (StaleEpisodeError, 1)), (2, 3, (None, 2)), (2, 9, (None, 2))],
+    [(3, 1, (None, 1)), (2, 1, (StaleEpisodeError, 1)), (2, 3, (StaleEpisodeError, 1))],
 )
 def test_a_result_with_old_tokens_is_stale(
     max_token_age: int, attempts: int, expected: tuple[Any, int]
@@ -217,18 +219,6 @@ def test_a_result_with_old_tokens_is_stale(
     assert (result.attempts, bool(result.trajectories)) == (attempt, kind is None)
     if kind:
         assert "a token is of version 0, 3 behind the engine's; at most 2" in str(result.error)
-
-
-def test_results_that_were_stale_make_no_room_for_more() -> None:
-    async def body(engine: EchoEngine) -> int:
-        policy = fresh(99, 99, max_token_age=1, attempts=9)
-        run = runner(engine, Ages(engine, 5), concurrency=1, policy=policy)
-        async with aclosing(run.run(prompts(100))) as results:
-            await take(results, 6)
-            await asyncio.sleep(0.05)
-            return len(set(engine.opened))
-
-    assert serve(body) == 8  # six taken, and two that run or wait
 
 
 def test_age_is_measured_when_a_result_is_taken() -> None:

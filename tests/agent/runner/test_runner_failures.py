@@ -34,7 +34,7 @@ from trajpack.agent.errors import (
 from trajpack.agent.protocols import Prompt
 from trajpack.agent.runner.episode import attempt_episode
 from trajpack.agent.runner.observers import RolloutObserver
-from trajpack.agent.runner.policy import BackOff, RetryPolicy, RolloutPolicy
+from trajpack.agent.runner.policy import RetryPolicy, RolloutPolicy
 from trajpack.agent.runner.runner import Progress, RolloutRunner
 from trajpack.agent.seeding import derive_seed
 from trajpack.packing.types import Trajectory, Turn
@@ -294,11 +294,9 @@ def test_trajectories_that_a_buffer_would_refuse_are_a_failed_episode(
 
 # retries and time limits
 
-AT_ONCE = BackOff(0.0)
-
 
 def retrying(attempts: int, **options: Any) -> RolloutPolicy:
-    return RolloutPolicy(retries=RetryPolicy(attempts, **({"wait": AT_ONCE} | options)))
+    return RolloutPolicy(retries=RetryPolicy(attempts, **({"wait_initial_s": 0.0} | options)))
 
 
 class Fails(TwoTurns):
@@ -321,7 +319,7 @@ class Fails(TwoTurns):
 
 def test_a_failure_is_tried_again_under_the_same_name_and_seed() -> None:
     agent = Fails(GenerationError, EpisodeTimeoutError)
-    policy = RolloutPolicy(retries=RetryPolicy(3, wait=AT_ONCE), seed=5)
+    policy = RolloutPolicy(retries=RetryPolicy(3, wait_initial_s=0.0), seed=5)
     results = roll(agent, [Prompt("a", [1]), Prompt("b", [1], seed=3)], group_size=2, policy=policy)
     assert [(result.error, result.attempts) for result in results] == [(None, 3)] * 4
     assert all(len(result.trajectories) == 1 for result in results)
@@ -347,13 +345,13 @@ def test_a_failure_that_would_come_again_is_not_retried_by_default(
 
 def test_a_failed_episode_leaves_its_slot_to_others_while_it_waits() -> None:
     agent = Fails(GenerationError, only="q0@0")
-    results = roll(agent, 2, concurrency=1, policy=retrying(2, wait=BackOff(0.2)))
+    results = roll(agent, 2, concurrency=1, policy=retrying(2, wait_initial_s=0.2))
     assert [result.qid for result in results] == ["q1@0", "q0@0"]
 
 
 def test_episodes_that_wait_to_be_tried_again_stop_new_ones() -> None:
     async def body(engine: EchoEngine) -> int:
-        policy = retrying(2, wait=BackOff(60.0, 60.0))
+        policy = retrying(2, wait_initial_s=60.0, wait_max_s=60.0)
         run = runner(engine, Fails(GenerationError), concurrency=3, policy=policy)
         async with aclosing(run.run(prompts(100))) as results:
             with pytest.raises(TimeoutError):
@@ -364,12 +362,12 @@ def test_episodes_that_wait_to_be_tried_again_stop_new_ones() -> None:
 
 
 def test_back_off_doubles_up_to_its_bound_and_is_the_same_again() -> None:
-    wait = BackOff(1.0, 5.0)
+    policy = RetryPolicy(9, wait_initial_s=1.0, wait_max_s=5.0)
     for attempts, most in ((1, 1.0), (2, 2.0), (3, 4.0), (4, 5.0), (2000, 5.0)):
-        seconds = [wait.seconds(f"q{k}", attempts) for k in range(50)]
+        seconds = [policy.wait_s(f"q{k}", attempts) for k in range(50)]
         assert most / 2 <= min(seconds) < 0.6 * most
         assert 0.9 * most < max(seconds) <= most
-        assert seconds == [wait.seconds(f"q{k}", attempts) for k in range(50)]
+        assert seconds == [policy.wait_s(f"q{k}", attempts) for k in range(50)]
 
 
 @pytest.mark.parametrize("handling", ["obeys", "goes on", "raises another"])

@@ -17,7 +17,6 @@ from trajpack.agent.errors import CAUSES, EpisodeError, ServerUnavailableError
 from trajpack.agent.protocols import Prompt
 from trajpack.agent.runner.observers import RolloutObserver
 from trajpack.agent.runner.policy import (
-    BackOff,
     GroupPolicy,
     RetryPolicy,
     RolloutPolicy,
@@ -37,7 +36,7 @@ def test_a_place_taken_as_the_run_stops_is_given_back_to_those_that_wait() -> No
             raise ServerUnavailableError(prompt.id, "not yet")
 
     async def body() -> list[str]:
-        policy = RolloutPolicy(retries=RetryPolicy(2, wait=BackOff(0.02)))
+        policy = RolloutPolicy(retries=RetryPolicy(2, wait_initial_s=0.02))
         async with EchoEngine() as engine, asyncio.timeout(60):
             run = runner(engine, TwoTurns(before=once), concurrency=1, policy=policy)
             async with aclosing(run.run(prompts(50))) as results:
@@ -89,7 +88,7 @@ class Chance:
             "group_size": draw.choice([1, 2, 4]),
             "observers": [self.counts],
             "policy": RolloutPolicy(
-                retries=RetryPolicy(draw.choice([1, 3]), CAUSES, BackOff(draw.choice([0, 0.002]))),
+                retries=RetryPolicy(draw.choice([1, 3]), CAUSES, draw.choice([0, 0.002])),
                 episode_timeout_s=0.02,
                 staleness=StalenessPolicy(draw.choice([0, 3]), 2, age),
                 groups=GroupPolicy(incomplete),

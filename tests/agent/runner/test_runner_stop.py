@@ -23,7 +23,7 @@ from tests.agent.runner.runner_cases import (
 )
 from trajpack.agent.errors import EpisodeCancelledError, EpisodeTimeoutError, GenerationError
 from trajpack.agent.protocols import Prompt
-from trajpack.agent.runner.policy import BackOff, RetryPolicy, RolloutPolicy
+from trajpack.agent.runner.policy import RetryPolicy, RolloutPolicy
 from trajpack.agent.runner.runner import EpisodeResult
 from trajpack.packing.types import Trajectory, Turn
 
@@ -81,7 +81,7 @@ def test_no_episode_is_tried_again_once_a_run_drains() -> None:
             run.stop(drain=True)
             raise GenerationError(prompt.id, "lost")
 
-        policy = RolloutPolicy(retries=RetryPolicy(5, wait=BackOff(0.0)))
+        policy = RolloutPolicy(retries=RetryPolicy(5, wait_initial_s=0.0))
         run = runner(engine, TwoTurns(before=fail), concurrency=1, policy=policy)
         return await take(run.run(prompts(3)))
 

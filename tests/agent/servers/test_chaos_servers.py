@@ -29,7 +29,7 @@ from tests.agent.servers.loopback import (
 )
 from tests.support.slow import slow_after
 from trajpack.agent.protocols import Prompt
-from trajpack.agent.runner.policy import BackOff, RetryPolicy, RolloutPolicy
+from trajpack.agent.runner.policy import RetryPolicy, RolloutPolicy
 from trajpack.agent.runner.runner import EpisodeResult, RolloutRunner
 from trajpack.agent.seeding import derive_seed
 from trajpack.agent.servers.options import TimeLimits
@@ -159,7 +159,9 @@ def check(result: EpisodeResult, faults: set[Fault]) -> None:
 async def roll_out(engine_type: Any, server: Server) -> tuple[Counter[str], int]:
     results: Counter[str] = Counter()
     num_failed = 0
-    policy = RolloutPolicy(retries=RetryPolicy(3, wait=BackOff(0.01, 0.02)), episode_timeout_s=20.0)
+    policy = RolloutPolicy(
+        retries=RetryPolicy(3, wait_initial_s=0.01, wait_max_s=0.02), episode_timeout_s=20.0
+    )
     prompts = (Prompt(f"q{k}", [MARKS + k, ord("?")]) for k in range(NUM_EPISODES))
     async with AsyncExitStack() as stack:
         servers = [await stack.enter_async_context(MortalServer(server.say)) for _ in range(3)]

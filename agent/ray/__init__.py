@@ -4,8 +4,7 @@ Guide: ``docs/ray.md``. Needs the extra ``[ray]``.
 """
 
 from trajpack.agent.ray.cluster import local_cluster
-from trajpack.agent.ray.worker import Weights, WorkerOptions
-from trajpack.agent.ray.workers import RolloutWorkers, WorkerLostError
+from trajpack.agent.ray.workers import RolloutWorkers, Weights, WorkerLostError, WorkerOptions
 from trajpack.packing.buffer.trajectory_arrays import TrajectoryArrays
 
 __all__ = [

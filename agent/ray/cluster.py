@@ -20,14 +20,9 @@ def local_cluster(
 ) -> Iterator[None]:
     """Use the cluster of this process or of ``RAY_ADDRESS``, or start one on this machine.
 
-    A cluster that is started here has no dashboard and ends with the context, or within a minute
-    after this process was killed. Since Ray listens on all addresses of the machine, it asks every
-    connection for a random token, unless Ray was imported before.
-
-    Args:
-        num_cpus: Cores that a new cluster offers, which may be more than there are.
-        num_gpus: GPUs that a new cluster offers.
-        object_store_bytes: Size of its object store; ``None`` leaves it to Ray.
+    A new cluster offers these resources, has no dashboard, and ends with the context, or within a
+    minute after this process was killed. Since Ray listens on all addresses of the machine, it asks
+    every connection for a random token, unless Ray was imported before.
     """
     require("ray")
     address = os.environ.get("RAY_ADDRESS", "local")

@@ -145,7 +145,6 @@ BEHIND = {
     "agent/runner/run.py": "agent/runner/runner.py",
     "agent/runner/replies.py": "agent/runner/runner.py",
     "agent/environments/answer_worker.py": "agent/environments/math_verify.py",
-    "agent/ray/worker.py": "agent/ray/workers.py",
     "agent/servers/client.py": "agent/servers/control.py",
     "agent/servers/engine.py": "agent/servers/control.py",
     "agent/servers/response_types.py": "agent/servers/engine_response.py",

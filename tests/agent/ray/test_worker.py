@@ -14,7 +14,7 @@ import torch
 from trajpack.agent.errors import EngineEndedError, EpisodeError, EpisodeTimeoutError
 from trajpack.agent.protocols import Prompt
 from trajpack.agent.ray import RolloutWorkers, WorkerOptions
-from trajpack.agent.ray.worker import RolloutWorker, Weights
+from trajpack.agent.ray.workers import RolloutWorker, Weights
 from trajpack.agent.servers.vllm import VLLMEngine
 
 pytest.importorskip("ray")
@@ -71,7 +71,7 @@ def test_errors_travel_as_the_nearest_kind_that_every_process_knows(make_error, 
 
     async def body() -> Any:
         worker = RolloutWorker(make, 0)
-        await worker.enter()
+        await worker.update(None)
         return await worker.roll_out(Prompt("q0@0", [1]), None)
 
     error = pickle.loads(pickle.dumps(asyncio.run(body())))
@@ -85,7 +85,7 @@ def test_an_engine_that_a_worker_has_not_entered_is_an_error_at_its_start():
         yield VLLMEngine("http://127.0.0.1:9"), None, None
 
     with pytest.raises(RuntimeError, match="this VLLMEngine has not been entered: use it within"):
-        asyncio.run(RolloutWorker(make, 0).enter())
+        asyncio.run(RolloutWorker(make, 0).update(None))
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ class ConversationAgent(ABC):
     Attributes:
         gconfig: Sampling parameters. The last request asks for fewer tokens where
             ``max_total_tokens`` leaves fewer; otherwise they reach the engine unchanged.
-        tokenizer: Tokenizer that encodes and decodes.
+        tokenizer: A Hugging Face tokenizer with a chat template, or the local folder of one.
         limits: Limits of each conversation.
         turn_discount: Discount from one turn to the next, stored in the trajectory.
     """
@@ -56,11 +56,7 @@ class ConversationAgent(ABC):
         """Run one episode and return its one trajectory, which has the prompt's id.
 
         It is truncated if a limit ended it, or the engine refused a request after the first turn.
-
-        Args:
-            prompt: Opening.
-            env: Takes an `Action` of one text and returns a list of one number as its reward.
-            generate: Asks the engine.
+        The environment takes an `Action` of one text and returns a list of one number, the reward.
 
         Raises:
             EpisodeError: If the environment fails.
@@ -81,8 +77,8 @@ class ConversationAgent(ABC):
     ) -> list[Trajectory]:
         """Run one episode over queues, as AReaL does.
 
-        ``obs_queue`` takes requests ``(prompt.id, token_ids, sampling)``, one at a time.
-        ``act_queue`` gives a `GenerationOutput`, or a `GenerationError`, for each.
+        ``obs_queue`` takes requests ``(prompt.id, token_ids, sampling)``, and ``act_queue`` gives a
+        `GenerationOutput`, or a `GenerationError`, for each.
         """
 
         async def generate(token_ids: Sequence[int], sampling: Any = None) -> Turn:
@@ -140,11 +136,9 @@ class ConversationAgent(ABC):
 class ChatAgent(ConversationAgent):
     """Base of agents whose observations are messages of a chat template.
 
+    Its arguments are the attributes of a `ConversationAgent`, and this one.
+
     Attributes:
-        gconfig: Sampling parameters.
-        tokenizer: A Hugging Face tokenizer with a chat template, or the local folder of one.
-        limits: Limits of each conversation.
-        turn_discount: Discount from one turn to the next, stored in the trajectory.
         old_thoughts: Whether a completion's thoughts stay in later prompts. ``"drop"`` leaves them
             out, as a chat template's history does, so that a later prompt begins a new chain.
 

@@ -212,9 +212,8 @@ class ChatMessages:
         prompt, ids, asking = [*prompt_ids], [*completion_ids], self._encode(asks)
         if prompt[len(prompt) - len(asking) :] == asking:
             prompt[len(prompt) - len(asking) :] = self._encode(head)
-        begin = bisect_left(
-            range(len(ids)), True, key=lambda at: answer.endswith(self._decode(ids[at:]))
-        )
+        ends_at = range(len(ids))
+        begin = bisect_left(ends_at, True, key=lambda at: answer.endswith(self._decode(ids[at:])))
         more = answer.removesuffix(self._decode(ids[begin:]))
         return [*prompt, *self._encode(more), *ids[begin:]]
 
@@ -238,14 +237,11 @@ class ChatMessages:
             try:
                 text = self.text([*user, message, *marks], is_asking=True)
                 end = self.text([*user, plain]).partition(_MARK)[2]
-                if made:
-                    with_calls = text
-                    alone = self.text([*user, message])
-                    head, end = self._ended(alone, text, end, made[-1].name)
-                else:
-                    head = text.partition(_MARK)[0] + _MARK
-                    if with_calls and not with_calls.endswith(text[len(head + end) :]):
-                        break
+                with_calls = text if made else with_calls
+                alone = self.text([*user, message])
+                head, end = self._ended(alone, text, end, made[-1].name if made else _MARK)
+                if with_calls and not made and not with_calls.endswith(text[len(head + end) :]):
+                    break
                 pieces = _pieces(text[len(head) :], num)
             except Exception as error:  # noqa: BLE001 - templates raise what they like
                 problem = problem or error
@@ -315,30 +311,21 @@ def _pieces(text: str, num: int) -> list[str]:
     return pieces[::2]
 
 
-def _said(
-    role: str, contents: Sequence[str], named: Sequence[tuple[str, str]] = ()
-) -> list[dict[str, Any]]:
+def _said(role: str, contents: Sequence[str], named: Any = ()) -> list[dict[str, Any]]:
     """Return messages; those of a tool have the names and ids of its calls."""
     keys = [{"name": name, "tool_call_id": id} for name, id in named] or [{}] * len(contents)
-    return [
-        {"role": role, "content": content, **key}
-        for content, key in zip(contents, keys, strict=True)
-    ]
+    pairs = zip(contents, keys, strict=True)
+    return [{"role": role, "content": content, **key} for content, key in pairs]
 
 
 def _callings(calls: Sequence[ToolCall]) -> Iterator[tuple[Sequence[ToolCall], dict[str, Any]]]:
     """Yield messages that make the calls, or the first of them: as values, then as JSON text."""
     for made in (calls, calls[:1]) if calls else ():
         for is_text in (False, True):
-            written = [
-                {
-                    "id": call.id or f"call{at:05d}",
-                    "type": "function",
-                    "function": {
-                        "name": call.name,
-                        "arguments": json.dumps(call.arguments) if is_text else call.arguments,
-                    },
-                }
-                for at, call in enumerate(made, 1)
-            ]
+            written = []
+            for at, call in enumerate(made, 1):
+                arguments = json.dumps(call.arguments) if is_text else call.arguments
+                function = {"name": call.name, "arguments": arguments}
+                id = call.id or f"call{at:05d}"
+                written.append({"id": id, "type": "function", "function": function})
             yield made, {"role": "assistant", "content": "", "tool_calls": written}

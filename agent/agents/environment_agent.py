@@ -42,10 +42,8 @@ class EnvironmentAgent(ChatAgent):
     says so, or at a limit: its trajectory is truncated unless the environment says ``terminated``.
 
     A prompt's tokens are those of `prompt_ids`: a chat that has a system message and no turn yet.
-    The environment is one that takes an `Opening` and a `Closing`, as a `GymnasiumEnvironment`
-    does.
-
-    Its arguments are those of a `ChatAgent`.
+    The environment takes an `Opening` and a `Closing`, as a `GymnasiumEnvironment` does. Arguments
+    are those of a `ChatAgent`.
     """
 
     def prompt_ids(self, messages: str | Sequence[Mapping[str, Any]]) -> list[int]:

@@ -113,13 +113,8 @@ class MathMultiTurnAgent(ConversationAgent):
         if self.answer_save_path is None:
             return
         try:
-            prompts = [self.decode([*turn.turn.prompt_ids]) for turn in conversation.exchanges]
-            await asyncio.to_thread(
-                log_answers,
-                self.answer_save_path,
-                conversation.qid,
-                [*zip(prompts, conversation.exchanges, strict=True)],
-            )
+            turns = [(self.decode([*one.turn.prompt_ids]), one) for one in conversation.exchanges]
+            await asyncio.to_thread(log_answers, self.answer_save_path, conversation.qid, turns)
         except Exception as error:  # noqa: BLE001 - a tokenizer may raise anything, too
             name = repr(conversation.qid)
             logger.warning(

@@ -38,9 +38,8 @@ class ToolAgent(ChatAgent):
     A turn with calls is answered by messages of the role ``"tool"``, one for each call, and earns
     nothing. The last turn, whatever ended the conversation, is judged by the environment and earns
     what that says. What is in thoughts is no call. A call that is malformed, of no tool, with wrong
-    arguments, too slow or that raises is answered with a line that says so.
-
-    Its other arguments are those of a `ChatAgent`.
+    arguments, too slow or that raises is answered with a line that says so. Other arguments are
+    those of a `ChatAgent`.
 
     Attributes:
         tools: Tools that the model may call.
@@ -59,7 +58,7 @@ class ToolAgent(ChatAgent):
             known, or not that of ``read_calls``.
 
     Example:
-        A tool and an agent that may use it: see ``examples/calculator.py``.
+        See ``examples/calculator.py``.
     """
 
     role = None
@@ -101,9 +100,8 @@ class ToolAgent(ChatAgent):
         with suppress(Exception):  # some have no form without tools
             without = plain.text(_GREETING, is_asking=True)
         if hidden := unnamed_tools(self._tools, with_tools, without):
-            fault = "does not name all tools" if len(hidden) < len(self.tools) else "ignores tools"
             raise ValueError(
-                f"the chat template of {self._name} {fault}: the model would not be told of "
+                f"the chat template of {self._name} ignores tools: the model would not be told of "
                 f"{', '.join(hidden)}; take a tokenizer whose template declares tools, or {remedy}"
             )
 

@@ -10,10 +10,9 @@ _T = TypeVar("_T")
 
 
 def contained(work: Callable[[], _T]) -> Callable[[], _T]:
-    """Wrap ``work`` for a thread so that it raises only exceptions that an event loop can pass on.
+    """Wrap ``work`` so that it raises a `RuntimeError` for what an event loop cannot pass on.
 
-    A future cannot hold a `StopIteration`, and a `SystemExit` would end the program. Both become a
-    `RuntimeError`, as does anything else that is not an `Exception`.
+    A future cannot hold a `StopIteration`, and a `SystemExit` would end the program.
     """
 
     def call() -> _T:
@@ -52,5 +51,4 @@ async def wait_for_end(*tasks: asyncio.Task[Any]) -> None:
     from anyio import CancelScope
 
     with CancelScope(shield=True):
-        if tasks:
-            await to_end(asyncio.ensure_future(asyncio.wait(tasks)))
+        await to_end(asyncio.ensure_future(asyncio.wait(tasks)))

@@ -62,24 +62,12 @@ def is_full_score(task: str, entry: Mapping[str, Any], answer: str) -> bool:
 
 
 def is_arithmetic(text: str) -> bool:
-    """Return whether a text has numbers, operators, single letters and common functions only.
-
-    Example:
-        >>> is_arithmetic("2*x**3 + sqrt(x)"), is_arithmetic("eval(x)"), is_arithmetic("x.y")
-        (True, False, False)
-    """
+    """Return whether a text has numbers, operators, single letters and common functions only."""
     return len(text) <= _MAX_SCORED_CHARS and _ARITHMETIC.fullmatch(text) is not None
 
 
 def final_answers(answer: str) -> list[str]:
-    r"""Return candidates for the final answer of a text, commas of a number left out.
-
-    The content of the last ``\boxed{}``; without one, the whole text and its last number.
-
-    Example:
-        >>> final_answers("so it is \\boxed{-4}, not 5"), final_answers("7 - 8 = -1.")
-        (['-4'], ['7 - 8 = -1.', '-1'])
-    """
+    r"""Return the content of the last ``\boxed{}``, or else a text and its last number."""
     boxed = _boxed(answer)
     whole = answer.strip() if boxed is None else boxed
     numbers = _NUMBER.findall(whole)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,8 @@ RunProgram = Callable[[str, str], Awaitable[tuple[str, str]]]
 
 _MAX_ANSWER_CHARS = 65_536
 _PYTHON = {"", "python", "python3", "py"}
-_FENCE = "```"
+_BLOCK = re.compile(r"^[^\S\n]*```([^\n]*)\n?(.*?)(?:^[^\S\n]*```[^\S\n]*$|\Z)", re.M | re.S)
+"""Language and code of a fenced block; one that is not closed ends with the text."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,8 @@ class CodeProblem:
 class CodeEnvironment(JudgingEnvironment):
     """Judges the last fenced Python block of an answer by the cases of its problem.
 
-    Each case is a program of its own. Expected results stay in this process: a program cannot read
-    them, and its output is compared, never run or parsed.
+    Each case is a program of its own. Expected results stay in this process, and output is
+    compared, never run or parsed.
 
     ``info`` of a step has for each answer ``fraction_passed`` and ``outcomes``, a word for each
     case: ``"passed"``, ``"wrong"``, ``"no_code"``, or the outcome of a program that failed.
@@ -107,26 +109,13 @@ class CodeEnvironment(JudgingEnvironment):
 
 
 def last_code_block(text: str) -> str | None:
-    r"""Return the last fenced block whose language is Python or not given; None without one.
-
-    A fence is a line that begins with three backquotes. An unclosed block ends with the text.
-
-    Example:
-        >>> last_code_block("So:\n```python\nprint(1)\n```\nor\n```bash\nls\n```")
-        'print(1)'
-        >>> last_code_block("There is none.") is None
-        True
-    """
-    found, language, begin = None, None, 0
-    lines = [*text.split("\n"), _FENCE]
-    for number, line in enumerate(lines):
-        mark = line.strip()
-        if language is None and mark.startswith(_FENCE):
-            language, begin = "".join(mark.strip("`").lower().split()[:1]), number + 1
-        elif language is not None and mark == _FENCE:
-            found = "\n".join(lines[begin:number]) if language in _PYTHON else found
-            language = None
-    return found
+    """Return the last fenced block whose language is Python or not named; None without one."""
+    blocks = [
+        code.removesuffix("\n")
+        for language, code in _BLOCK.findall(text)
+        if "".join(language.strip(" `").lower().split()[:1]) in _PYTHON
+    ]
+    return blocks[-1] if blocks else None
 
 
 def _lines(text: str) -> list[str]:

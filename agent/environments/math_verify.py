@@ -36,11 +36,10 @@ class _Worker(NamedTuple):
 class MathVerifyEnvironment(JudgingEnvironment):
     """Judges final answers by math-verify, or by reasoning-gym for questions of its tasks.
 
-    It must be closed, by `close` or ``async with``. Worker processes check the answers. They start
-    when needed and do not import the caller's script, which needs no ``__main__`` guard. No text of
-    a model is run as code: some scorers of reasoning-gym evaluate their input, so they get numbers,
-    operators and names of common functions only. Any other answer to their questions is right if it
-    equals the entry's answer.
+    It must be closed, by `close` or ``async with``. Worker processes check the answers; they start
+    when needed and do not import the caller's script. No text of a model is run as code: scorers of
+    reasoning-gym, of which some evaluate their input, get numbers, operators and names of common
+    functions only. Any other answer to their questions is right if it equals the entry's answer.
 
     A check that exceeds its time or memory counts as wrong; ``info`` of the step has then
     ``timed_out`` and ``failed``, a bool per answer each. If a worker is lost for any other reason,

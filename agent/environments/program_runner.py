@@ -104,10 +104,10 @@ class BubblewrapRunner:
             RuntimeError: If it was not run, for a reason outside the program.
         """
         user = 0x70000000 + secrets.randbits(27) if self._is_root else 0
-        with _file(program) as code, _file(stdin) as given, _file() as output, _file() as errors:
+        with _file(program) as code, _file(stdin) as lines, _file() as output, _file() as errors:
             values = f"LIMITS, USER, PROGRAM = {self._limits!r}, {user}, {code.fileno()}"
             command = [*self._sandbox, "-sPSB", "-c", values + _LAUNCHER]
-            files: dict[str, Any] = {"stdin": given, "stdout": output, "stderr": errors}
+            files: dict[str, Any] = {"stdin": lines, "stdout": output, "stderr": errors}
             files |= {"pass_fds": [code.fileno()], "start_new_session": True}
             process = await asyncio.create_subprocess_exec(*command, **files)
             try:

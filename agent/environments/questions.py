@@ -48,26 +48,17 @@ class Question:
 
 
 def load_questions(path: str | os.PathLike[str], limit: int | None = None) -> list[Question]:
-    r"""Read questions from a JSONL file, one object per line.
+    """Read questions from a JSONL file, one object per line.
 
     A line has ``prompt``, a string or a list of chat messages, and ``solutions``, a list of
     strings; or ``question`` and ``answer``, a number or word, or a text with one after ``####``
-    (GSM8K). ``id`` and ``task_id`` (an integer) are optional; a question without id is called
-    after the file and the line, ``gsm8k_test-1``. Blank lines are skipped, and lines after
-    ``limit`` questions not read.
+    (GSM8K). ``id``, by default file and line (``gsm8k_test-1``), and ``task_id``, an integer, are
+    optional. Blank lines are skipped, and lines after ``limit`` questions not read.
 
     Raises:
         ValueError: If a line is malformed (with file and line number), the file has no question, or
             the limit is not positive.
         OSError: If the file cannot be read.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "sums.jsonl"
-        >>> line = '{"question": "1 + 1?", "answer": "One and one is two.\\n#### 2"}\n'
-        >>> _ = path.write_text(line)
-        >>> load_questions(path)[0].id, load_questions(path)[0].solutions
-        ('sums-1', ('2',))
     """
     if limit is not None and limit < 1:
         raise ValueError(f"load_questions: limit must be at least 1, got {limit}")
@@ -134,10 +125,6 @@ def arithmetic_questions(size: int, seed: int) -> list[Question]:
 
     Raises:
         ValueError: If ``size`` is not positive.
-
-    Example:
-        >>> [(asked.id, asked.text, asked.solutions) for asked in arithmetic_questions(2, seed=0)]
-        [('sum-0', '4+4', ('8',)), ('sum-1', '2+5', ('7',))]
     """
     if size < 1:
         raise ValueError(f"arithmetic_questions: size must be at least 1, got {size}")

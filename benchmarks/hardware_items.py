@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -128,6 +129,18 @@ def in_turn(ways: Mapping[str, Work], device: str) -> Iterator[Row]:
         yield {"way": name} | rows[name] | {"again_ms": cold_ms(work, device)}
 
 
+def guarded(said: Row, rows: Iterator[Row]) -> Iterator[Row]:
+    """Yield rows, each with what is said of all; where they fail, one that says how."""
+    try:
+        for row in rows:
+            yield said | row
+    except Exception as error:  # noqa: BLE001 - others are of worth without it
+        traceback.print_exc()
+        yield said | {"error": f"{type(error).__name__}: {error}"[:1000]}
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+
 def beside_base(run: Callable[[Setting], Iterator[Row]]) -> Callable[[Setting], Iterator[Row]]:
     """Let an item run with the kernels of ``--base`` too: their measurements take turns."""
 
@@ -227,11 +240,11 @@ def logprobs(setting: Setting) -> Iterator[Row]:
             pairs = zip(ways["tiles"](), ways["kept"](), strict=True)
             yield {"rows": rows, "kept, same bits": [torch.equal(*pair) for pair in pairs]}
         ways["products"] = partial(logprobs_job.products, given)
-        for row in in_turn(ways, setting.device):
-            yield {"rows": rows, "pass": "both"} | row
+        for name, way in ways.items():
+            said = {"rows": rows, "pass": "both"}
+            yield from guarded(said | {"way": name}, in_turn({name: way}, setting.device))
         with torch.no_grad():
-            for row in in_turn(results, setting.device):
-                yield {"rows": rows, "pass": "forward"} | row
+            yield from guarded({"rows": rows, "pass": "forward"}, in_turn(results, setting.device))
 
 
 @beside_base
@@ -279,7 +292,8 @@ def micro_batches(setting: Setting) -> Iterator[Row]:
         scale, device = setting.size.scale, setting.device
         contest, entrants, moved, _ = micro.contest(job, workload, scale, device)
         for one in entrants:
-            if one.name.startswith("trajpack") or one.work.func is by_index:
+            is_index = getattr(one.work, "func", None) is by_index and workload == A
+            if one.is_ours or is_index:  # others take a launch a sequence
                 contest.check(one.work())
                 row = timed(one.work, device)
                 named = row.get("kernels_us", {}).items()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.hardware_items import Row, Setting, in_turn
+from benchmarks.hardware_items import Row, Setting, guarded, in_turn
 from benchmarks.packing import bench_tree
 from benchmarks.workloads import many_turns, multi_turn
 from trajpack import PackedBatch, Trajectory, TreeBatch, pack, pack_tree
@@ -113,15 +113,6 @@ def _varlen(query: Any, key: Any, value: Any, cu_seqlens: Any, longest: int) -> 
     return varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, **options)
 
 
-def _nested(query: Any, key: Any, value: Any, cu_seqlens: Any, longest: int) -> Any:
-    """Attend over nested tensors."""
-    rows = (
-        torch.nested.nested_tensor_from_jagged(one, cu_seqlens.long()).transpose(1, 2)
-        for one in (query, key, value)
-    )
-    return scaled_dot_product_attention(*rows, is_causal=True).transpose(1, 2).values()
-
-
 def _expanded(attend: Any, query: Any, key: Any, value: Any, *rest: Any) -> Any:
     """Attend with as many heads of keys and values as of queries."""
     times = query.shape[1] // key.shape[1]
@@ -132,7 +123,6 @@ def _expanded(attend: Any, query: Any, key: Any, value: Any, *rest: Any) -> Any:
 WAYS: dict[str, Callable[..., Any]] = {
     "varlen_attn": _varlen,
     "varlen_attn, heads repeated": partial(_expanded, _varlen),
-    "nested tensors": partial(_expanded, _nested),
     "sequence by sequence": _by_sequence,
 }
 
@@ -152,7 +142,7 @@ def attention_of_rows(device: str) -> Iterator[tuple[Callable[..., Any], Row]]:
     for name, way in WAYS.items():
         try:
             for one, other in zip(results(way), wanted, strict=True):
-                torch.testing.assert_close(one, other, rtol=5e-2, atol=5e-2)
+                assert (one - other).norm() < 2e-2 * other.norm(), "another result"
         except Exception as error:  # noqa: BLE001 - versions of torch differ
             notes[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             continue
@@ -185,43 +175,45 @@ def layer(setting: Setting, attend: Callable[..., Any]) -> Iterator[Row]:
         attended = call(*leaves)
         return torch.autograd.grad(attended, leaves, torch.ones_like(attended))
 
-    for name, made in (TINY if setting.rehearse else LAYER).items():
-        trajectories = made()
+    def of_tree(trajectories: list[Trajectory]) -> Iterator[Row]:
         tree = pack_tree(trajectories, device=device)
         leaves = drawn(1, 8, tree.num_nodes, size)
         ends, depths = tree.tree_end, tree.position_ids
+        yield from in_turn({"block mask": partial(block_mask, ends, depths)}, device)
         attention = TreeAttention(ends, depths)
         begin = time.perf_counter()
         both(leaves, attention)
         if device == "cuda":
             torch.cuda.synchronize()
-        first_s = time.perf_counter() - begin
-        ways: dict[str, Any] = {
-            "tree": partial(both, leaves, attention),
-            "block mask": partial(block_mask, ends, depths),
-        }
-        for row in in_turn(ways, device):
-            yield {"workload": name, "nodes": tree.num_nodes, "first_s": first_s} | row
-        del leaves, attention, ways
+        first = {"tokens": tree.num_nodes, "first_s": time.perf_counter() - begin}
+        for row in in_turn({"tree": partial(both, leaves, attention)}, device):
+            yield first | row
+
+    def of_rows(trajectories: list[Trajectory], layout: Any) -> Iterator[Row]:
+        (rows,) = cut(pack(trajectories, layout), 2**40, device)
+        leaves = drawn(len(rows.ids), 8, size)
+        call = partial(attend, cu_seqlens=rows.cu_seqlens, longest=rows.longest)
+        for row in in_turn({layout: partial(both, leaves, call)}, device):
+            yield {"tokens": len(rows.ids)} | row
+
+    for name, made in (TINY if setting.rehearse else LAYER).items():
+        trajectories = made()
+        said = {"workload": name, "model": "one layer"}
+        yield from guarded(said, of_tree(trajectories))
         for layout in ("merged", "turns"):
-            (rows,) = cut(pack(trajectories, layout), 2**40, device)
-            leaves = drawn(len(rows.ids), 8, size)
-            call = partial(attend, cu_seqlens=rows.cu_seqlens, longest=rows.longest)
-            for row in in_turn({layout: partial(both, leaves, call)}, device):
-                yield {"workload": name, "tokens": len(rows.ids)} | row
-            del leaves, rows, call
-    yield {"most_apart": apart(device)}
+            yield from guarded(said | {"way": layout}, of_rows(trajectories, layout))
+    yield from guarded({"model": "one layer"}, apart(device))
 
 
-def apart(device: str) -> float:
-    """Return how far trees and plain torch are apart, of float32 on a small tree."""
+def apart(device: str) -> Iterator[Row]:
+    """Yield how far trees and plain torch are apart, of float32 on a small tree."""
     tree = pack_tree(bench_tree.compacted(0.1)[:2], device=device)
     leaves = [torch.randn(1, 8, tree.num_nodes, 64, device=device) for _ in range(3)]
     found, wanted = (
         TreeAttention(tree.tree_end, tree.position_ids, backend)(*leaves)
         for backend in ("auto", "path")
     )
-    return float((found - wanted).abs().max())
+    yield {"way": "path", "most_apart": float((found - wanted).abs().max())}
 
 
 class Model:
@@ -264,8 +256,8 @@ class Model:
         hidden = self.model.model(**{"use_cache": False} | inputs).last_hidden_state
         return hidden.flatten(0, 1)
 
-    def timed(self, steps: Sequence[Callable[[], torch.Tensor]]) -> Row:
-        """Return the milliseconds of forward and backward of all micro-batches, after the first."""
+    def timed(self, steps: Sequence[Callable[[], torch.Tensor]]) -> Iterator[Row]:
+        """Yield the milliseconds of forward and backward of all micro-batches, after the first."""
         times: list[float] = []
         begin = time.perf_counter()
         steps[0]().backward()  # compiles
@@ -290,7 +282,7 @@ class Model:
         if self.device == "cuda":
             row["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
         self.model.zero_grad()
-        return row
+        yield row
 
     def _wait(self) -> None:
         if self.device == "cuda":
@@ -307,20 +299,15 @@ def stack(setting: Setting, attend: Callable[..., Any]) -> Iterator[Row]:
     for name, made in (TINY if setting.rehearse else STACK).items():
         trajectories = made()
         tree = pack_tree(trajectories, device=device)
-        row = {"workload": name, "model": "28 layers"}
-        yield (
-            row
-            | {"way": "tree", "tokens": tree.num_nodes}
-            | model.timed([partial(mean, model.of_tree, tree)])
-        )
+        ways: dict[str, tuple[int, Any, Sequence[Any]]] = {
+            "tree": (tree.num_nodes, model.of_tree, [tree])
+        }
         for layout in ("merged", "turns"):
-            pieces = cut(pack(trajectories, layout), CAPACITY, device)
-            tokens = sum(len(one.ids) for one in pieces)
-            yield (
-                row
-                | {"way": layout, "tokens": tokens}
-                | model.timed([partial(mean, model.of_rows, one) for one in pieces])
-            )
+            batch = pack(trajectories, layout)
+            ways[layout] = (batch.num_tokens, model.of_rows, cut(batch, CAPACITY, device))
+        for way, (tokens, hidden, pieces) in ways.items():
+            said = {"workload": name, "model": "a stack", "way": way, "tokens": tokens}
+            yield from guarded(said, model.timed([partial(mean, hidden, one) for one in pieces]))
 
 
 # --- a step
@@ -347,11 +334,8 @@ def step(setting: Setting) -> Iterator[Row]:
             for way, (tokens, loss, pieces) in steps.items():
                 for trained in (True, False):
                     said = {"workload": name, "way": way, "tokens": tokens, "trained": trained}
-                    try:
-                        found = model.timed([partial(loss, model, one, trained) for one in pieces])
-                    except torch.cuda.OutOfMemoryError as error:
-                        found = {"error": str(error)[:200]}
-                    yield said | found
+                    calls = [partial(loss, model, one, trained) for one in pieces]
+                    yield from guarded(said, model.timed(calls))
 
 
 def padded(

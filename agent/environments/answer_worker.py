@@ -76,15 +76,12 @@ def final_answers(answer: str) -> list[str]:
 
 
 def _boxed(text: str) -> str | None:
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    start += len("\\boxed{")
+    _, mark, rest = text.rpartition("\\boxed{")
     depth = 1
-    for i in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[i], 0)
+    for i, char in enumerate(rest if mark else ""):
+        depth += (char == "{") - (char == "}")
         if depth == 0:
-            return text[start:i].strip()
+            return rest[:i].strip()
     return None
 
 

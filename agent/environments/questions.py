@@ -63,25 +63,23 @@ def load_questions(path: str | os.PathLike[str], limit: int | None = None) -> li
     if limit is not None and limit < 1:
         raise ValueError(f"load_questions: limit must be at least 1, got {limit}")
     path = Path(path)
-    questions: dict[str, Question] = {}
+    questions: list[Question] = []
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
-                question = _parse(json.loads(line.decode("utf-8-sig")), f"{path.stem}-{number}")
-                if question.id in questions:
-                    raise ValueError(f"id {question.id!r} is taken by an earlier line")
+                fields = json.loads(line.decode("utf-8-sig"))
+                questions.append(_parse(fields, f"{path.stem}-{number}"))
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}, line {number}: not JSON: {error}") from error
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
-            questions[question.id] = question
             if len(questions) == limit:
                 break
     if not questions:
         raise ValueError(f"{path}: no question in this file")
-    return list(questions.values())
+    return questions
 
 
 def _parse(fields: Any, default_id: str) -> Question:
@@ -94,10 +92,7 @@ def _parse(fields: Any, default_id: str) -> Question:
                 raise ValueError(f"answer has no final answer after '####', got {answer!r:.80}")
             solutions = [final.strip()]
         case _:
-            raise ValueError(
-                "expected 'prompt' and 'solutions', a list, or 'question' and 'answer', "
-                f"got {fields!r:.120}"
-            )
+            asked, solutions = "", []
     chat = _user(asked) if isinstance(asked, str) else asked
     try:
         messages = tuple({key: message[key] for key in ("role", "content")} for message in chat)
@@ -107,8 +102,8 @@ def _parse(fields: Any, default_id: str) -> Question:
         is_valid = False
     if not is_valid:
         raise ValueError(
-            "expected a text or messages that end with a question, and no empty strings, "
-            f"got {fields!r:.120}"
+            "expected 'prompt' and 'solutions', or 'question' and 'answer', without empty strings, "
+            f"and messages that end with a question, got {fields!r:.120}"
         )
     id, task_id = fields.get("id", default_id), fields.get("task_id")
     if type(id) not in (str, int) or (task_id is not None and type(task_id) is not int):

@@ -16,6 +16,7 @@ from trajpack.agent.environments.questions import (
 )
 
 GSM8K = Path(__file__).parents[3] / ".." / "shared" / "data" / "gsm8k_test.jsonl"
+REFUSED = "expected 'prompt' and 'solutions', or .*, and messages that end with a question, got "
 GOOD = json.dumps({"question": "1 + 1?", "answer": "#### 2"})
 
 
@@ -65,17 +66,17 @@ def test_an_answer_is_a_number_or_a_word(tmp_path: Path, answer: Any, solution: 
     [
         ("{", "not JSON: Expecting property name"),
         pytest.param("[" * 100_000, "recursion", id="deep nesting"),
-        ("[1]", r"expected 'prompt' and 'solutions', .*, got \[1\]"),
-        ({"question": "Q?"}, "expected 'prompt' and 'solutions', .* got {'question': 'Q"),
-        ({"question": "", "answer": "#### 2"}, "and no empty strings, got"),
+        ("[1]", REFUSED),
+        ({"question": "Q?"}, REFUSED),
+        ({"question": "", "answer": "#### 2"}, REFUSED),
         ({"question": "Q?", "answer": "It is 2."}, "no final answer after .*'It is 2.'"),
-        ({"question": "Q?", "answer": "2 ####  "}, "and no empty strings, got"),
-        ({"prompt": [{"role": "assistant", "content": "2"}], "solutions": ["2"]}, "end with a q"),
-        ({"prompt": "Q?", "solutions": []}, "expected 'prompt' and 'solutions', a list"),
-        ({"prompt": "Q?", "solutions": ["2", 2]}, "and no empty strings, got"),
-        ({"prompt": [], "solutions": ["2"]}, "messages that end with a question"),
-        ({"prompt": ["Q?"], "solutions": ["2"]}, "expected a text or messages"),
-        ({"prompt": [{"role": "user"}], "solutions": ["2"]}, "expected a text or messages"),
+        ({"question": "Q?", "answer": "2 ####  "}, REFUSED),
+        ({"prompt": [{"role": "assistant", "content": "2"}], "solutions": ["2"]}, REFUSED),
+        ({"prompt": "Q?", "solutions": []}, REFUSED),
+        ({"prompt": "Q?", "solutions": ["2", 2]}, REFUSED),
+        ({"prompt": [], "solutions": ["2"]}, REFUSED),
+        ({"prompt": ["Q?"], "solutions": ["2"]}, REFUSED),
+        ({"prompt": [{"role": "user"}], "solutions": ["2"]}, REFUSED),
         ({"prompt": "Q?", "solutions": ["2"], "task_id": True}, "task_id an integer, .* and True"),
         ({"prompt": "Q?", "solutions": ["2"], "id": 1.5}, "id must be a name .*, got 1.5"),
     ],
@@ -97,14 +98,10 @@ def test_nothing_is_read_beyond_the_limit(tmp_path: Path) -> None:
         load_questions(path, limit=0)
 
 
-NAMED = json.dumps({"prompt": "Q?", "solutions": ["2"], "id": "a"}) + "\n"
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         (f'{GOOD}\n{{"question": "\udcff"}}', "line 2: 'utf-8' codec can't decode"),
-        (f"{NAMED}{GOOD}\n{NAMED}", "line 3: id 'a' is taken by an earlier line"),
         ("\n", r"sums\.jsonl: no question"),
     ],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 from trajpack.agent.errors import EpisodeError
@@ -12,9 +12,7 @@ from trajpack.packing.optional import require
 from trajpack.packing.text import one_line
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Link, Span, SpanContext, TracerProvider
-
-    from trajpack.agent.runner.runner import EpisodeResult
+    from opentelemetry.trace import Span, TracerProvider
 
 _Numbers: TypeAlias = Mapping[str, int]
 
@@ -22,11 +20,9 @@ _Numbers: TypeAlias = Mapping[str, int]
 class RolloutTracer(RolloutObserver):
     """Makes spans of the events of a `RolloutRunner`.
 
-    Each attempt at an episode is a trace, linked to the attempt before: a span
-    ``trajpack.episode`` with a ``trajpack.generation`` and a ``trajpack.verification`` for each
-    turn, and a ``trajpack.rejection`` where the result was stale at its hand-over. Attributes are
-    numbers, the episode's id and kinds of errors, never text from a model, a server or an
-    environment.
+    Each attempt at an episode is a trace: a span ``trajpack.episode`` with a
+    ``trajpack.generation`` and a ``trajpack.verification`` for each turn. Attributes are numbers,
+    the episode's id and kinds of errors, never text from a model, a server or an environment.
 
     Give it to the runner among its observers. One instance may watch any number of runs, if no two
     running episodes share a name.
@@ -46,8 +42,6 @@ class RolloutTracer(RolloutObserver):
         self._tracer = trace.get_tracer("trajpack", tracer_provider=provider)
         self._open: dict[str, dict[tuple[str, int], Span]] = {}
         """Open spans of running attempts: first that of the attempt, then those of stages."""
-        self._attempts: dict[str, SpanContext] = {}
-        """Context of the last ended attempt of episodes that may have another."""
 
     @property
     def num_open(self) -> int:
@@ -56,9 +50,9 @@ class RolloutTracer(RolloutObserver):
 
     def episode_started(self, qid: str, attempt: int) -> None:
         self._end_episode(qid, None, {})
-        before = self._attempts.pop(qid, None)
-        links = (self._trace.Link(before),) if before and attempt else ()
-        span = self._start("episode", None, {"trajpack.episode.attempt": attempt}, links)
+        span = self._start(
+            "episode", self._trace.INVALID_SPAN, {"trajpack.episode.attempt": attempt}
+        )
         span.set_attribute("trajpack.episode.id", one_line(qid, 200))
         self._open[qid] = {("episode", 0): span}
 
@@ -87,29 +81,12 @@ class RolloutTracer(RolloutObserver):
     def episode_ended(
         self, qid: str, attempt: int, error: Exception | None, *, final: bool
     ) -> None:
-        is_final = {"trajpack.episode.final": final}
-        if (ended := self._end_episode(qid, error, is_final)) is not None:
-            self._attempts[qid] = ended
-        elif error is not None and qid in self._attempts:  # its result was stale
-            parent = self._trace.NonRecordingSpan(self._attempts[qid])
-            self._end(self._start("rejection", parent, is_final), error)
-        if error is not None and final:
-            self._attempts.pop(qid, None)
-
-    def result_accepted(self, result: EpisodeResult, version: int) -> None:
-        self._attempts.pop(result.qid, None)
-
-    def group_ended(
-        self, prompt_id: str, results: Sequence[EpisodeResult], reason: str | None
-    ) -> None:
-        for result in results:
-            self._attempts.pop(result.qid, None)
+        self._end_episode(qid, error, {"trajpack.episode.final": final})
 
     def close(self) -> None:
         """End all open spans, such as those of an abandoned run."""
         for qid in list(self._open):
             self._end_episode(qid, None, {})
-        self._attempts.clear()
 
     def _start_stage(self, qid: str, stage: str, turn: int, numbers: _Numbers) -> None:
         spans = self._open.get(qid, {})
@@ -117,33 +94,23 @@ class RolloutTracer(RolloutObserver):
             attributes = {"trajpack.turn.index": turn, **numbers}
             spans[stage, turn] = self._start(stage, spans["episode", 0], attributes)
 
+    def _start(self, name: str, parent: Span, attributes: _Numbers) -> Span:
+        context = self._trace.set_span_in_context(parent)
+        return self._tracer.start_span(f"trajpack.{name}", context, attributes=attributes)
+
+    def _end_episode(self, qid: str, error: BaseException | None, numbers: _Numbers) -> None:
+        """End the spans of an episode, its own at last."""
+        for stage, turn in reversed([*self._open.get(qid, {})]):
+            self._end_stage(qid, stage, turn, error, numbers if stage == "episode" else {})
+        self._open.pop(qid, None)
+
     def _end_stage(
         self, qid: str, stage: str, turn: int, error: BaseException | None, numbers: _Numbers
     ) -> None:
         span = self._open.get(qid, {}).pop((stage, turn), None)
-        if span is not None:  # its episode has not ended
-            span.set_attributes(numbers)
-            self._end(span, error)
-
-    def _end_episode(
-        self, qid: str, error: BaseException | None, numbers: _Numbers
-    ) -> SpanContext | None:
-        """End the spans of an episode, its own at last; return the context of that."""
-        span = None
-        for (stage, _), span in reversed(self._open.pop(qid, {}).items()):
-            span.set_attributes(numbers if stage == "episode" else {})
-            self._end(span, error)
-        return None if span is None else span.get_span_context()
-
-    def _start(
-        self, name: str, parent: Span | None, attributes: _Numbers, links: Sequence[Link] = ()
-    ) -> Span:
-        context = self._trace.set_span_in_context(parent or self._trace.INVALID_SPAN)
-        return self._tracer.start_span(
-            f"trajpack.{name}", context, attributes=attributes, links=links
-        )
-
-    def _end(self, span: Span, error: BaseException | None) -> None:
+        if span is None:  # its episode has ended
+            return
+        span.set_attributes(numbers)
         if error is not None:
             cause = error.cause if isinstance(error, EpisodeError) else type(error).__name__
             span.set_attribute("trajpack.error.cause", cause)

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client import start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.agent.runner.runner_cases import EchoEngine, TwoTurns, prompts, runner
+from tests.agent.runner.runner_cases import EchoEngine
 from trajpack.agent.errors import ServerUnavailableError
 from trajpack.agent.observability.metrics import RolloutMetrics
 from trajpack.agent.observability.tracing import RolloutTracer
@@ -27,7 +27,6 @@ from trajpack.agent.protocols import (
     GenerationRequest,
     Prompt,
 )
-from trajpack.agent.runner.policy import RolloutPolicy, StalenessPolicy
 from trajpack.agent.runner.runner import EpisodeResult, RolloutRunner
 from trajpack.packing.types import Trajectory
 
@@ -195,32 +194,3 @@ def test_a_run_that_is_left_early_leaves_nothing_open() -> None:
     ids = [span.context.span_id for span in spans if span.context]
     assert len(set(ids)) == len(ids)
     assert {span.parent.span_id for span in spans if span.parent} <= set(ids)
-
-
-def test_a_stale_result_is_a_rejection_in_its_trace() -> None:
-    class Ages(TwoTurns):
-        async def run(self, *values: Any) -> list[Trajectory]:
-            trajectories = await super().run(*values)
-            engine.version = 1
-            return trajectories
-
-    async def body() -> None:
-        nonlocal engine
-        policy = RolloutPolicy(staleness=StalenessPolicy(9, 9, max_token_age=0))
-        async with EchoEngine() as engine:
-            run = runner(engine, Ages(), policy=policy, observers=[watch.tracer])
-            [_ async for _ in run.run(prompts(1))]
-
-    engine: Any = None
-    watch = Watch()
-    asyncio.run(body())
-    spans = watch.exporter.get_finished_spans()
-    (episode,) = [span for span in spans if span.name == "trajpack.episode"]
-    (rejection,) = [span for span in spans if span.name == "trajpack.rejection"]
-    assert rejection.parent == episode.context
-    assert rejection.attributes == {
-        "trajpack.episode.final": True,
-        "trajpack.error.cause": "stale",
-        "trajpack.error.type": "StaleEpisodeError",
-    }
-    assert watch.tracer.num_open == 0

@@ -40,10 +40,9 @@ def _exports(module: _ModuleType) -> dict[str, str]:
 
 
 def _load_lazily(module: _ModuleType) -> None:
-    """Import the names of a module's stub when they are first used.
+    """Import the names of a module's stub, their only list, when they are first used.
 
-    The stub ``__init__.pyi`` is the only list of them: type checkers, ``__all__``, ``dir()`` and
-    attribute access read it. ``dir()`` leaves out the modules that happen to be imported.
+    ``dir()`` leaves out the modules that happen to be imported.
     """
 
     def get(name: str) -> object:

@@ -1,8 +1,7 @@
 """The entry of the command ``trajpack``: its errors and exit statuses.
 
-The status is 0 for success; 1 after a broken pipe of the results, without a word; 2 for what is
-refused, cannot be read or written, or has ended early, with one line on standard error; 130 after
-Ctrl-C, and after a SIGTERM that ended a rollout.
+The status is 0 for success; 1 after a broken pipe; 2 with one line on standard error for what is
+refused, cannot be read or written, or has ended early; 130 after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations

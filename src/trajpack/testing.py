@@ -30,7 +30,7 @@ def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, name: str = "
         Traceback (most recent call last):
         AssertionError: tensor: 1 of 1 entries differ, first at [0]: 0.0 instead of -0.0
     """
-    got, want = (f"{t.dtype} {list(t.shape)}" for t in (actual, expected))
+    got, want = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in (actual, expected))
     if got != want:
         raise AssertionError(f"{name}: expected {want}, got {got}")
     actual, expected = actual.detach().cpu(), expected.detach().cpu()
@@ -45,15 +45,11 @@ def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, name: str = "
 
 def assert_batches_equal(actual: PackedBatch, expected: PackedBatch) -> None:
     """Raise unless two batches agree in every field, bit for bit, wherever they live."""
-    tensors = actual.tensors()
-    if set(tensors) != set(expected.tensors()):
-        raise AssertionError(f"tensors: {set(tensors)} instead of {set(expected.tensors())}")
-    for name, tensor in expected.tensors().items():
-        assert_same_bits(tensors[name], tensor, name)
-    if set(actual.fields) != set(expected.fields):
-        raise AssertionError(f"fields: {set(actual.fields)} instead of {set(expected.fields)}")
-    for name, field in expected.fields.items():
-        assert_same_bits(actual.fields[name], field, name)
+    for mine, theirs in ((actual.tensors(), expected.tensors()), (actual.fields, expected.fields)):
+        if set(mine) != set(theirs):
+            raise AssertionError(f"tensors: {set(mine)} instead of {set(theirs)}")
+        for name, tensor in theirs.items():
+            assert_same_bits(mine[name], tensor, name)
     for name, value in expected.host_values().items():
         if value != getattr(actual, name):
             raise AssertionError(f"{name}: {getattr(actual, name)!r} instead of {value!r}")
@@ -64,12 +60,7 @@ def returns_by_loop(
     lengths: Sequence[int],
     discounts: Sequence[float] | npt.NDArray[np.floating],
 ) -> npt.NDArray[np.float64]:
-    """Discount each segment's rewards backward, one entry at a time, in float64.
-
-    Example:
-        >>> returns_by_loop([1.0, 2.0, 4.0], [2, 1], [0.5, 0.5])
-        array([2., 2., 4.])
-    """
+    """Discount each segment's rewards backward, one entry at a time, in float64."""
     returns = [float(reward) for reward in rewards]
     start = 0
     for length, discount in zip(lengths, discounts, strict=True):
@@ -80,12 +71,7 @@ def returns_by_loop(
 
 
 def boundaries(lengths: Sequence[int]) -> torch.Tensor:
-    """Return int32 boundaries of segments of these lengths.
-
-    Example:
-        >>> boundaries([2, 0, 1])
-        tensor([0, 2, 2, 3], dtype=torch.int32)
-    """
+    """Return int32 boundaries of segments: 0, 2, 2, 3 of lengths 2, 0, 1."""
     return torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32))
 
 
@@ -94,8 +80,7 @@ def random_build_inputs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
     """Return arguments of `trajpack.kernels.fields.build.build` for runs of these lengths.
 
-    The words are arbitrary bits, every kind of NaN among them. Sources may overlap; about half
-    of the runs go on where the one before ends, in the stream, in their sequence or in both.
+    The words are arbitrary bits. Sources may overlap; many runs go on where the one before ends.
     """
     words = rng.integers(-(2**31), 2**31, sum(lengths) + 1000, dtype=np.int32)
     count = len(lengths)

@@ -25,11 +25,7 @@ def chosen_sequences(
     group: str | None = None,
     order: Literal["batch", "best", "worst"] = "batch",
 ) -> list[int]:
-    """Return the sequences of trajectories in order of the batch, or by their summed rewards.
-
-    Raises:
-        ValueError: If no trajectory has that name or group.
-    """
+    """Return the sequences of trajectories in order of the batch, or by their summed rewards."""
     for what, wanted, known in (
         ("is called", name, batch.ids),
         ("has the group", group, [label for label in batch.groups if label is not None]),
@@ -51,11 +47,9 @@ def chosen_sequences(
 def sequence_panel(
     batch: PackedBatch, sequence: int, decode: Decode | None = None, *, full: bool = False
 ) -> Panel:
-    """Return one sequence with its turns and its text as a panel for a rich console.
+    """Return one sequence as a panel: a line for each span, above it one of the turn it is from.
 
-    Each span has a line that begins with its kind. A line about the turn is above the span that it
-    generated. A long span is shortened in the middle, and only the first spans of a long sequence
-    are shown, unless ``full``. Control characters and markup of the text are escaped.
+    Long spans are shortened, and only the first of many are shown, unless ``full``.
     """
     grid = Table.grid(padding=(0, 1))
     grid.add_column(no_wrap=True, justify="right")
@@ -88,7 +82,6 @@ def sequence_panel(
 
 
 def _turn_line(batch: PackedBatch, span: Span) -> str:
-    """Return the numbers of the turn that generated a span."""
     turn, begin, end = span.turn, span.start, span.end
     numbers = {"reward": batch.turn_rewards[turn], "return": batch.turn_returns[turn]}
     if end > begin and batch.advantages is not None:

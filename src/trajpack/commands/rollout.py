@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 def roll_out(settings: RolloutSettings, layout: LayoutName, out: Path) -> int:
     """Roll out, pack, save and report; return the exit status.
 
-    The first Ctrl-C or SIGTERM stops the episodes, and what has finished is packed and saved. A
-    second one, and one outside the episodes, ends the command at once.
+    A second Ctrl-C or SIGTERM, and one outside the episodes, ends the command at once.
     """
     saved: list[Path] = []
 
@@ -75,9 +74,8 @@ def _prepare(settings: RolloutSettings, out: Path) -> Rollout:
         settings = replace(settings, model=folder)
     say("loading model and questions")
     prepared = prepare_rollout(settings)
-    num_questions = len(prepared.prompts)
-    if num_questions < settings.num_prompts:
-        there = f"{settings.dataset} has {counted(num_questions, 'question')}"
+    if len(prepared.prompts) < settings.num_prompts:
+        there = f"{settings.dataset} has {counted(len(prepared.prompts), 'question')}"
         say(f"{there}, fewer than {settings.num_prompts:,}: all asked")
     for folder in filter(None, (out.parent, settings.answers)):
         for place in (folder, *folder.parents):
@@ -119,16 +117,13 @@ def _roll_out(prepared: Rollout, layout: LayoutName, out: Path, *, saved: list[P
         saved.append(out)
         rows = report(results, progress, batch, num_merged=buffer.num_tokens)
         rows += [*batch_rows(batch, layout), *((f"failed {n:,}", text) for text, n in failures)]
-        files: dict[str, Path | None] = {"batch": out, "tokenizer": out.with_suffix(".tokenizer")}
-        files |= {"answers": settings.answers, "log": settings.log}
-        luck = "The tiny model has random weights: a right answer is luck."
-        show(
-            f"{len(results):,} of {total:,} episodes",
-            rows,
-            *[luck] * (settings.model is None),
-            *(f"{name:10} {file}" for name, file in files.items() if file is not None),
-            f"Look at it with: trajpack inspect {out}",
-        )
+        lines = [f"batch      {out}", f"tokenizer  {out.with_suffix('.tokenizer')}"]
+        lines += [f"answers    {settings.answers}"] if settings.answers else []
+        lines += [f"log        {settings.log}"] if settings.log else []
+        if settings.model is None:
+            lines.append("The tiny model has random weights: a right answer is luck.")
+        lines.append(f"Look at it with: trajpack inspect {out}")
+        show(f"{len(results):,} of {total:,} episodes", rows, *lines)
         if ended:
             raise SetupError(ended)
     return status
@@ -143,7 +138,7 @@ def _run_episodes(
     if log is not None and finished:
         say(f"{log.folder} has {len(finished):,} of {total:,} episodes: going on from there")
         results += log.earlier()
-    board, status = EpisodeBoard(total - len(finished)), 0
+    board, status = EpisodeBoard(total - len(finished), Console(stderr=True)), 0
 
     async def gather() -> None:
         running = prepared.episodes(board.update, observers=observers, finished=finished)
@@ -170,8 +165,7 @@ def _run_episodes(
 class EpisodeBoard:
     """Progress of episodes: a bar on a terminal, elsewhere a line every few seconds."""
 
-    def __init__(self, total: int, console: Console | None = None) -> None:
-        console = console or Console(stderr=True)
+    def __init__(self, total: int, console: Console) -> None:
         self.total, self.progress = total, Progress()
         self._is_live = console.is_terminal and not console.is_dumb_terminal
         self._next_line_at = 0.0
@@ -233,7 +227,7 @@ def report(
     results: Sequence[EpisodeResult], progress: Progress, batch: PackedBatch, *, num_merged: int
 ) -> list[tuple[str, str]]:
     """Return rows of a rollout's results; ``num_merged`` tokens have all turns, each once."""
-    turns = [turn for one in results for path in one.trajectories for turn in path.turns]
+    turns = [turn for result in results for turn in result.turns]
     num_as_turns = sum(len(turn.prompt_ids) + len(turn.completion_ids) for turn in turns)
     num_right = sum(turn.reward > 0 for turn in turns)
     num_failed = sum(result.error is not None for result in results)

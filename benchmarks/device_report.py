@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.contest import OURS
 from benchmarks.promises import GAE, LOGPROBS, OVER_COLUMNS, PRODUCTS
-from benchmarks.tables import entry_of, is_rival, markdown, short
+from benchmarks.tables import entry_of, is_rival, markdown, provenance, short
 
 Record = dict[str, Any]
 Times = tuple[float, str, str]
@@ -18,6 +18,9 @@ SAME = ("hardware", "versions")
 OVER = f"{GAE}, against the {OVER_COLUMNS}"
 SHOWN = ("build", GAE, OVER, "importance weights of tokens", "loss weights of sequences")
 """Jobs that the front page shows, beside those in which another way is faster."""
+
+
+UNSHOWN = ("at_s", "copies", "waits", "job")
 
 
 class Summary(NamedTuple):
@@ -67,6 +70,36 @@ def outcomes(results: Record, folder: Path) -> str:
         values = (part["outcome"], part.get("seconds", "-"), passed or "-", part["commit"])
         rows.append([part["part"], *map(str, values)])
     return markdown(rows)
+
+
+def of_calls(folder: Path) -> str:
+    """Return what the calls of `make hardware` left: how items ended, and a table of each."""
+    parts = []
+    for file in sorted((folder / "hardware").glob("call*.json")):
+        call = json.loads(file.read_text())
+        parts += [
+            f"## `make hardware`, call {call['call']}",
+            provenance(call | {"measured": "gpu"}),
+        ]
+        parts.append(_table_of(call["items"]))
+        for name in dict.fromkeys(row["item"] for row in call["rows"]):
+            own = [row for row in call["rows"] if row["item"] == name]
+            parts += [f"**{name}**", _table_of([{**row, "item": None} for row in own])]
+    return "\n\n".join(parts)
+
+
+def _table_of(rows: Sequence[Record]) -> str:
+    """Return rows as a table with a column for each name that has a plain value."""
+    kept = [
+        {name: value for name, value in row.items() if name not in UNSHOWN and _is_plain(value)}
+        for row in rows
+    ]
+    names = list(dict.fromkeys(name for row in kept for name in row))
+    return markdown([names, *([str(row.get(name, "-")) for name in names] for row in kept)])
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (str, int, float)) or (isinstance(value, list) and len(value) <= 2)
 
 
 def table(results: Record) -> str:

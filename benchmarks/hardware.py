@@ -29,7 +29,8 @@ from benchmarks import hardware_items as items, hardware_models as models, machi
 from benchmarks.hardware_items import Row, Setting
 from benchmarks.report import RESULTS
 
-TOOLS = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin"])
+TOOLS = (os.environ.get("PATH", ""), "/usr/local/cuda/bin")
+TOOLS += tuple(map(str, Path("/opt/nvidia/nsight-compute").glob("*")))
 
 
 class Item(NamedTuple):
@@ -211,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help=argparse.SUPPRESS)
     parser.add_argument("--share", nargs=2, type=int, default=(0, 1), help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
-    os.environ["PATH"] = TOOLS
+    os.environ["PATH"] = os.pathsep.join(TOOLS)
     setting = Setting(asked.rehearse, asked.base, asked.only, tuple(asked.share))
     if asked.within or asked.again:
         run = WITHIN.get(asked.within) or getattr(items, asked.again)

@@ -73,8 +73,6 @@ times, without a flush of the cache. Its kernel reads rewards, values and a mask
 advantages; ours reads two and writes two, which are as many bytes."""
 SANITIZER, FOUND = "compute-sanitizer", 86
 """The tool, and the status of a process in which it found something."""
-KEPT_BYTES = 2**33
-"""Of logits that may be kept for the backward pass."""
 SPREADS = ((512, 32), (2048, 128), (2048, 256), (4096, 256))
 """Other block shapes of ``spread_kernel``: tokens and threads of a program."""
 SUMS = ((256, 32), (1024, 64), (2048, 128))
@@ -224,21 +222,21 @@ def rates(setting: Setting) -> Iterator[Row]:
 
 
 def logprobs(setting: Setting) -> Iterator[Row]:
-    """Log-probabilities, forward and backward and forward alone: tiles, kept, dense, products."""
+    """Log-probabilities, forward and backward and forward alone: ours, dense, products."""
     width, vocabulary = (64, 500) if setting.rehearse else logprobs_job.PUBLISHED[1:]
     for rows in (32,) if setting.rehearse else (8192, 2048, 512):
         given = logprobs_job.inputs(1, (rows, width, vocabulary), setting.device)
         results = {
-            "tiles": partial(logprobs_job.ours, given, entropy=False),
+            "ours": partial(logprobs_job.ours, given, entropy=False),
             "dense": partial(logprobs_job.dense, given, entropy=False),
         }
         if "keep_logits" in inspect.signature(token_logprobs).parameters:
-            keep = partial(token_logprobs, *given, keep_logits=KEPT_BYTES)
-            results["kept"] = lambda keep=keep: (keep(),)
+            tiles = partial(token_logprobs, *given, keep_logits=0)
+            results["nothing kept"] = lambda tiles=tiles: (tiles(),)
         ways = {name: logprobs_job.with_gradients(given, one) for name, one in results.items()}
-        if "kept" in ways:
-            pairs = zip(ways["tiles"](), ways["kept"](), strict=True)
-            yield {"rows": rows, "kept, same bits": [torch.equal(*pair) for pair in pairs]}
+        if "nothing kept" in ways:
+            pairs = zip(ways["ours"](), ways["nothing kept"](), strict=True)
+            yield {"rows": rows, "same bits": [torch.equal(*pair) for pair in pairs]}
         ways["products"] = partial(logprobs_job.products, given)
         for name, way in ways.items():
             said = {"rows": rows, "pass": "both"}
@@ -366,14 +364,16 @@ def tests(setting: Setting) -> Iterator[Row]:
     chosen = ["-m", "gpu", "tests/gpu", "-n", "8"]
     if setting.rehearse:
         chosen = ["--collect-only", "tests/gpu/test_pad.py"]
-    command = [sys.executable, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider"]
-    process = started([*command, "--tb=short", *chosen], OMP_NUM_THREADS="1")
-    last, failed = "", []
+    command = [sys.executable, "-m", "pytest", "-W", "default", "-p", "no:cacheprovider"]
+    process = started([*command, "-v", "--tb=short", *chosen], OMP_NUM_THREADS="1")
+    last, passed = "", 0
     for line in process.stdout or ():
         print(line, end="", flush=True)
         last = line.strip() or last
-        failed += [line.strip()] if line.startswith(("FAILED", "ERROR")) else []
-    yield {"status": process.wait(), "last_line": last, "failed": failed}
+        passed += "PASSED" in line
+        if re.search(r"\[gw\d+\].*\b(FAILED|ERROR)\b", line):
+            yield {"failed": line.strip()}
+    yield {"status": process.wait(), "last_line": last, "passed": passed}
 
 
 def host(setting: Setting) -> Iterator[Row]:

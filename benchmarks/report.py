@@ -120,7 +120,8 @@ def document(results: Sequence[Record]) -> str:
         if series(one):
             parts.append(f"![milliseconds to pack, against tokens]({_plot(one)})")
         parts += _introduced(one)
-    return "\n\n".join(parts) + "\n"
+    calls = device_report.of_calls(RESULTS)
+    return "\n\n".join([*parts, calls] if calls else parts) + "\n"
 
 
 def _introduced(results: Record) -> list[str]:

@@ -127,6 +127,8 @@ def test_a_device_is_measured_every_way(monkeypatch):
     assert f"wait {timed}" in " ".join(device.calls), "work is enqueued while the device is busy"
     assert f"wait flush {timed}" in " ".join(device.calls), "also with a cold cache"
     assert "busy event replay event" in " ".join(device.calls)
+    few = timing.brief(ran.work, "cuda")
+    assert (few["cold_ms"], few["peak_mib"], few["launches"]) == (1, 2, 2)
 
 
 @pytest.mark.parametrize(

@@ -237,7 +237,24 @@ def test_how_each_part_ended_is_said(tmp_path):
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
     assert ["sync", "stopped after 1 s", "1.0", "2", "older"] in cells
     assert ["build", "passed", "2.0", "-", "newer"] in cells
-    assert ["scans", "did not run", "-", "-", "-"] in cells
+
+
+def test_rows_of_a_call_are_a_table_of_each_item(tmp_path):
+    rows = [
+        {"item": "scans", "workload": "A", "cold_ms": 0.1, "kernels_us": {"scan": 1}, "at_s": 1},
+        {"item": "scans", "workload": "B", "again_ms": [0.2, 0.3]},
+        {"item": "step", "error": "no"},
+    ]
+    ended = [{"item": "scans", "outcome": "passed", "seconds": 2.0}]
+    said = results_of(measured="gpu") | {"call": 1, "items": ended, "rows": rows}
+    (tmp_path / "hardware").mkdir()
+    (tmp_path / "hardware" / "call1.json").write_text(json.dumps(said))
+    lines = device_report.of_calls(tmp_path).splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert ["scans", "passed", "2.0"] in cells
+    assert ["workload", "cold_ms", "again_ms"] in cells
+    assert ["B", "-", "[0.2, 0.3]"] in cells
+    assert "kernels_us" not in str(lines)
 
 
 def test_a_device_is_summarised_by_its_fastest_rivals():

@@ -21,7 +21,6 @@ from trajpack.agent.errors import EpisodeError
 from trajpack.agent.models.causal_model import load_tokenizer
 from trajpack.agent.protocols import Environment, Generate, Prompt
 from trajpack.agent.runner.replies import checked_prompt, turn_of
-from trajpack.packing.conversion import as_ids
 from trajpack.packing.types import Trajectory, Turn
 
 
@@ -99,8 +98,7 @@ class ConversationAgent(ABC):
             if exchange is None:
                 conversation.truncated = True
                 break
-            with conversation.guard("its text could not be decoded"):
-                exchange.text = self.decode(exchange.ids.tolist(), skip_special_tokens=True)
+            exchange.text = self.decode(exchange.ids.tolist(), skip_special_tokens=True)
             observation = await self.respond(conversation, exchange)
 
     def extend(self, conversation: Conversation, observation: list[int]) -> None:
@@ -172,9 +170,7 @@ class ChatAgent(ConversationAgent):
     def extend(self, conversation: Conversation, observation: list[int]) -> None:
         """Append an observation to the next prompt, which drops old thoughts or keeps them."""
         if self.old_thoughts == "drop" and conversation.exchanges:
-            last = conversation.exchanges[-1]
-            with conversation.guard("its history could not be rendered"):
-                prompt_ids = as_ids("prompt_ids", last.turn.prompt_ids).tolist()
-                ids = self.messages.without_thoughts(prompt_ids, last.ids.tolist())
-            conversation.token_ids = ids
+            ids = conversation.exchanges[-1].ids.tolist()
+            prompt_ids = conversation.token_ids[: len(conversation.token_ids) - len(ids)]
+            conversation.token_ids = self.messages.without_thoughts(prompt_ids, ids)
         super().extend(conversation, observation)

@@ -271,7 +271,7 @@ class ChatMessages:
             tail, end = (tail[:own], tail[own:]) if own > 0 else (tail, "")
         begin = text.rfind(tail, 0, text.find(_MARK.format(0)))
         if begin < 0:
-            raise ValueError("it writes a call otherwise when an answer follows")
+            raise ValueError("it writes that message otherwise when others follow")
         return text[: begin + len(tail)], end
 
     def _fill(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajpack.agent.errors import EnvironmentFailedError, EpisodeError, RequestRefusedError
+from trajpack.agent.errors import EnvironmentFailedError, RequestRefusedError
 from trajpack.agent.protocols import Action, Environment, Generate, Prompt
 from trajpack.packing.conversion import as_ids, as_integer, as_number, several
 from trajpack.packing.types import Trajectory, Turn
@@ -27,10 +27,6 @@ class ConversationLimits:
         max_turns: Completions at most.
         max_total_tokens: Tokens of the whole conversation at most. The last request asks for what
             is left of them, where that is less than ``gconfig.max_new_tokens``.
-
-    Raises:
-        ValueError: If one is out of range.
-        TypeError: If one is not an integer.
     """
 
     max_turns: int = 8
@@ -112,21 +108,21 @@ class Conversation:
         return self.prompt.id
 
     @contextmanager
-    def guard(self, failure: str, kind: type[EpisodeError] = EpisodeError) -> Iterator[None]:
-        """Convert exceptions of the body to a ``kind`` of error of this episode and its turn."""
+    def guard(self, call: str) -> Iterator[None]:
+        """Convert exceptions of the body to an `EnvironmentFailedError` of this turn."""
         try:
             yield
         except Exception as error:
             reason = str(error) if isinstance(error, TypeError | ValueError) else repr(error)
-            place = f"turn {max(len(self.exchanges) - 1, 0)}"
-            raise kind(self.qid, f"{place}: {failure}: {reason}") from error
+            reason = f"the environment's {call} failed: {reason}"
+            turn = max(len(self.exchanges) - 1, 0)
+            raise EnvironmentFailedError(self.qid, f"turn {turn}: {reason}") from error
 
     async def begin(self) -> None:
         """Reset the environment and open the conversation with the prompt."""
-        with self.guard("the environment's reset failed", EnvironmentFailedError):
+        with self.guard("reset"):
             await self.env.reset()
-        with self.guard("the prompt was refused"):
-            self.token_ids = as_ids("prompt_ids", self.prompt.input_ids).tolist()
+        self.token_ids = as_ids("prompt_ids", self.prompt.input_ids).tolist()
 
     async def ask(self, gconfig: Any, limits: ConversationLimits) -> Exchange | None:
         """Request the next turn and append it; None where a limit or a refusal leaves those so far.
@@ -159,9 +155,9 @@ class Conversation:
         Where the environment says ``truncated``, so is the trajectory.
 
         Raises:
-            EpisodeError: If it fails, or does not return exactly one finite number.
+            EnvironmentFailedError: If it fails, or does not return exactly one finite number.
         """
-        with self.guard("the environment's step failed", EnvironmentFailedError):
+        with self.guard("step"):
             self.observation, successes, terminated, truncated, _ = await self.env.step(
                 Action(self.qid, [exchange.text])
             )
@@ -177,8 +173,7 @@ class Conversation:
     def trajectory(self, turn_discount: float) -> Trajectory:
         """Return the trajectory; its prompts are views of one array where they can be.
 
-        Of one that was cut off, the last turn counts as truncated, too: trainers that know no flag
-        of trajectories see it there.
+        Where it was cut off, so is its last turn, for trainers that know no flag of trajectories.
         """
         conversation = as_ids("token_ids", self.token_ids)
         turns = []

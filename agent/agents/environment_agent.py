@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from trajpack.agent.agents.chat_agent import ChatAgent
 from trajpack.agent.agents.conversation import Conversation, Exchange
-from trajpack.agent.errors import EnvironmentFailedError
 
 
 class Opening(NamedTuple):
@@ -60,12 +59,11 @@ class EnvironmentAgent(ChatAgent):
     async def converse(self, conversation: Conversation, observation: list[int] | None) -> None:
         """Run an episode of the environment, behind its first observation."""
         try:
-            with conversation.guard("the environment's reset failed", EnvironmentFailedError):
+            with conversation.guard("reset"):
                 opening = Opening(conversation.qid, conversation.prompt.seed)
                 conversation.observation, *_ = await conversation.env.step(opening)
-            with conversation.guard("the first observation could not be encoded"):
-                observation = self.messages.first(_text_of(conversation))
-            await super().converse(conversation, observation)
+            first = self.messages.first(_text_of(conversation))
+            await super().converse(conversation, first)
         finally:
             await conversation.env.step(Closing(conversation.qid))
 
@@ -76,8 +74,7 @@ class EnvironmentAgent(ChatAgent):
             conversation.truncated = False
         if has_ended:
             return None
-        with conversation.guard("an observation could not be encoded"):
-            return self.messages.after(exchange.ids.tolist(), "user", [_text_of(conversation)])
+        return self.messages.after(exchange.ids.tolist(), "user", [_text_of(conversation)])
 
 
 def _text_of(conversation: Conversation) -> str:

@@ -98,9 +98,8 @@ class MathMultiTurnAgent(ConversationAgent):
     async def respond(self, conversation: Conversation, exchange: Exchange) -> list[int] | None:
         """Judge an answer and return the feedback; None ends the episode."""
         has_ended = await conversation.judge(exchange)
-        with conversation.guard("its reward is out of range"):
-            shaped = ((exchange.reward - 0.5) * 2 - self.reward_bias) * self.reward_scaling
-            exchange.reward = as_number("reward", shaped)
+        shaped = ((exchange.reward - 0.5) * 2 - self.reward_bias) * self.reward_scaling
+        exchange.reward = as_number("reward", shaped)
         is_last = len(conversation.exchanges) == self.num_turns
         is_over = has_ended and self.stop_on_terminated
         if is_last or is_over or (exchange.success and self.stop_on_success):

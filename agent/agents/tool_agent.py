@@ -131,18 +131,15 @@ class ToolAgent(ChatAgent):
 
     async def respond(self, conversation: Conversation, exchange: Exchange) -> list[int] | None:
         """Return the tools' answers to the calls in a completion; None if there are none."""
-        with conversation.guard("its calls could not be read"):
-            calls = self.calls(exchange.turn.prompt_ids, exchange.ids)
+        calls = self.calls(exchange.turn.prompt_ids, exchange.ids)
         if not calls:
             return None
         if len(conversation.exchanges) >= self.limits.max_turns:
             return []
-        answers = [await self._answer(conversation, call) for call in calls]
+        answers = [await self._answer(call) for call in calls]
         has_ended = False if exchange.turn.truncated else None
-        with conversation.guard("the tools' messages could not be encoded"):
-            return self.messages.after(
-                exchange.ids.tolist(), "tool", answers, calls=calls, has_ended=has_ended
-            )
+        ids = exchange.ids.tolist()
+        return self.messages.after(ids, "tool", answers, calls=calls, has_ended=has_ended)
 
     def calls(self, prompt_ids: Any, completion_ids: Any) -> list[ToolCall | ToolCallError]:
         """Return the calls in a completion; its prompt may have opened thoughts."""
@@ -156,10 +153,9 @@ class ToolAgent(ChatAgent):
             max_calls=self.max_calls,
         )
 
-    async def _answer(self, conversation: Conversation, call: ToolCall | ToolCallError) -> str:
+    async def _answer(self, call: ToolCall | ToolCallError) -> str:
         if isinstance(call, ToolCallError):
             return f"error: {call}"
         if call.name not in self._tools:
             return f"error: there is no such tool; tools: {', '.join(self._tools)}"
-        with conversation.guard("a tool failed"):
-            return await self._tools[call.name].call(call.arguments)
+        return await self._tools[call.name].call(call.arguments)

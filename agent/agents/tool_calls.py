@@ -119,8 +119,8 @@ def _calls(text: str, form: Form, schemas: Schemas) -> list[ToolCall | ToolCallE
 
 def outside_thoughts(text: str) -> str:
     """Return a text without its thoughts."""
-    before = [rf"\A.*{end}" for end in _ENDS]
-    return re.sub("|".join([*before, _IN_THOUGHTS]), "", text, flags=re.DOTALL)
+    marks = "|".join([*(rf"\A.*{end}" for end in _ENDS), _IN_THOUGHTS])
+    return re.sub(marks, "", text, flags=re.DOTALL)
 
 
 def form_of(name: str) -> Form:
@@ -152,10 +152,6 @@ def _call(value: Any, key: str = "arguments") -> ToolCall:
     return ToolCall(name, arguments, str(value.get("id", "")))
 
 
-def _hermes(body: str, schemas: Schemas) -> list[ToolCall]:
-    return [_call(_parsed(body))]
-
-
 def _llama(body: str, schemas: Schemas) -> list[ToolCall]:
     calls = []
     while body := body.strip().removeprefix(";").lstrip():
@@ -180,16 +176,12 @@ def _named(*patterns: str, in_json: Callable[[str], str] = str) -> _Reader:
     return read
 
 
-_named_mistral = _named(
-    r"\s*(?P<name>[^\s\[{]+)(?:\[CALL_ID\](?P<id>[^\[]+))?(?:\[ARGS\])?\s*(?P<arguments>\{.*)"
-)
-
-
 def _mistral(body: str, schemas: Schemas) -> list[ToolCall]:
     if re.match(r"\s*[\[{]", body):
         calls = _parsed(body)
         return [_call(call) for call in (calls if isinstance(calls, list) else [calls])]
-    return _named_mistral(body, schemas)
+    name = r"\s*(?P<name>[^\s\[{]+)(?:\[CALL_ID\](?P<id>[^\[]+))?(?:\[ARGS\])?\s*"
+    return _named(name + r"(?P<arguments>\{.*)")(body, schemas)
 
 
 def _gemma_in_json(body: str) -> str:
@@ -202,10 +194,9 @@ def _gemma_in_json(body: str) -> str:
 
 
 def _tagged(call: str, argument: str) -> _Reader:
-    """Return a reader of elements of calls, with an element for each argument.
+    """Return a reader of elements with an element for each argument, written without quotes.
 
-    Arguments are written without quotes: one that is no string by its schema, or by its own
-    attribute, is read as a literal of Python or JSON if it can be.
+    One that is no string, by its schema or an attribute, is a literal of Python or JSON if it can.
     """
 
     def read(body: str, schemas: Schemas) -> list[ToolCall]:
@@ -274,8 +265,6 @@ class Form(NamedTuple):
 
 
 _XML = rf"<(?P<block>(?:\w+:|{_BAR}DSML{_BAR})?(?:tool_calls?|function_calls))>"
-_GLM = r"<tool_call>\s*[\w.:-]+\s*(?:<arg_key>|</tool_call>)"
-_LLAMA = r"\A|(?<=</think>)|<\|python_tag\|>|<\|end_header_id\|>"
 FORMS = (
     Form(
         "qwen3_coder qwen3_xml nemotron_v3 seed_oss step3p5 minimax_m2 minimax-m2"
@@ -298,9 +287,14 @@ FORMS = (
             r"\A(?P<name>.*?)(?P<body>(?:<arg_key>.*)?)\Z",
             r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
         ),
-        sign=_GLM,
+        sign=r"<tool_call>\s*[\w.:-]+\s*(?:<arg_key>|</tool_call>)",
     ),
-    Form("hermes qwen qwen25 qwen2_5 mimo", "<tool_call>", "</tool_call>", _hermes),
+    Form(
+        "hermes qwen qwen25 qwen2_5 mimo",
+        "<tool_call>",
+        "</tool_call>",
+        lambda body, _: [_call(_parsed(body))],
+    ),
     Form("mistral", r"\[TOOL_CALLS\]", r"</s>|(?=\[TOOL_CALLS\])", _mistral, may_be_open=True),
     Form(
         "deepseek_v3 deepseekv3 deepseek_v31 deepseekv31",
@@ -335,7 +329,8 @@ FORMS = (
     Form("lfm2", r"<\|tool_call_start\|>", r"<\|tool_call_end\|>", _pythonic),
     Form(
         "llama3_json llama3 llama4_json",
-        rf"(?:{_LLAMA})\s*(?=\{{\s*\"(?:name|type)\")",
+        r"(?:\A|(?<=</think>)|<\|python_tag\|>|<\|end_header_id\|>)"
+        r"\s*(?=\{\s*\"(?:name|type)\")",
         r"<\|eot_id\|>|<\|eom_id\|>",
         _llama,
         may_be_open=True,

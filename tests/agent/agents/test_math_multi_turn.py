@@ -12,7 +12,6 @@ from hypothesis import given, settings, strategies as st
 
 from tests.agent.agents.chat_cases import END, Characters, collect, collect_async
 from trajpack.agent.agents.math_multi_turn import MathMultiTurnAgent
-from trajpack.agent.errors import EpisodeError
 from trajpack.agent.protocols import Prompt, SamplingParams
 from trajpack.packing.types import Trajectory
 
@@ -180,12 +179,12 @@ def test_a_completion_that_cannot_be_decoded_ends_the_episode() -> None:
         def decode(self, ids: list[int], **options: Any) -> Any:
             raise ValueError("no such token")
 
-    with pytest.raises(EpisodeError, match=r"'q0@0': turn 0: its text could not be decoded: "):
+    with pytest.raises(ValueError, match="no such token"):
         run(make(tokenizer=Fails()), Judge(1), *says("2"))
 
 
 def test_a_reward_beyond_float32_ends_the_episode() -> None:
-    with pytest.raises(EpisodeError, match=r"'q0@0': turn 0: its reward is out of range"):
+    with pytest.raises(ValueError, match="reward"):
         run(make(reward_scaling=1e300), Judge(1), *says("2"))
 
 

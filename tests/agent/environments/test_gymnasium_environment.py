@@ -248,5 +248,5 @@ def test_an_observation_that_is_no_text_ends_the_episode() -> None:
             return None, [], False, False, {}
 
     agent = make()
-    with pytest.raises(EpisodeError, match="expected an observation that is a str, got NoneType"):
+    with pytest.raises(TypeError, match="expected an observation that is a str, got NoneType"):
         collect(agent, Blind(), [], prompt=prompt(agent))

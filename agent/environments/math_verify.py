@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from trajpack.agent.environments import answer_worker
 from trajpack.agent.environments.questions import JudgingEnvironment, Question
@@ -24,13 +24,6 @@ LENIENT = frozenset({"coin_flip", "game_of_life_halting"})
 _MAX_ANSWER_CHARS = 16_384
 _TIMED_OUT = (-signal.SIGPROF, -signal.SIGALRM)
 _CRASHED = (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT, -signal.SIGILL, -signal.SIGFPE)
-
-
-class _Worker(NamedTuple):
-    """A process that checks answers, one at a time."""
-
-    process: subprocess.Popen[bytes]
-    connection: Any
 
 
 class MathVerifyEnvironment(JudgingEnvironment):
@@ -77,8 +70,8 @@ class MathVerifyEnvironment(JudgingEnvironment):
         self._needs_gym = bool(tasks)
         self._timeout_s = timeout_s
         self._is_closed = False
-        self._workers: set[_Worker] = set()
-        self._idle: list[_Worker] = []
+        self._workers: dict[subprocess.Popen[bytes], Any] = {}  # with their connections
+        self._idle: list[subprocess.Popen[bytes]] = []
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="trajpack-answers")
 
     async def _judge(
@@ -102,10 +95,10 @@ class MathVerifyEnvironment(JudgingEnvironment):
         """Kill all workers and wait for their end. A `step` in progress raises."""
         self._is_closed = True
         for worker in list(self._workers):
-            worker.process.kill()
+            worker.kill()
         await asyncio.to_thread(self._threads.shutdown)
-        while self._workers:
-            self._end(self._workers.pop())
+        for worker in list(self._workers):
+            self._end(worker)
 
     def _refuse_if_closed(self) -> None:
         if self._is_closed:
@@ -116,10 +109,9 @@ class MathVerifyEnvironment(JudgingEnvironment):
         worker = self._idle.pop() if self._idle else self._start()
         self._refuse_if_closed()
         try:
-            worker.connection.send(request)
-            verdict: int | None = worker.connection.recv()
+            self._workers[worker].send(request)
+            verdict: int | None = self._workers[worker].recv()
         except (EOFError, OSError):
-            self._workers.discard(worker)
             verdict = self._end(worker)
             if verdict not in (*_TIMED_OUT, *_CRASHED):
                 self._refuse_if_closed()
@@ -130,10 +122,10 @@ class MathVerifyEnvironment(JudgingEnvironment):
             self._idle.append(worker)  # the next to be used: others need not start
         return verdict
 
-    def _start(self) -> _Worker:
+    def _start(self) -> subprocess.Popen[bytes]:
         connection, theirs = multiprocessing.Pipe()
         with theirs:
-            process = subprocess.Popen(
+            worker = subprocess.Popen(
                 [sys.executable, "-P", "-W", "ignore", SCRIPT, *["gym"] * self._needs_gym],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
@@ -141,10 +133,9 @@ class MathVerifyEnvironment(JudgingEnvironment):
                 env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
                 start_new_session=True,  # Ctrl-C is for the caller to handle
             )
-        worker = _Worker(process, connection)
-        self._workers.add(worker)
+        self._workers[worker] = connection
         return worker
 
-    def _end(self, worker: _Worker) -> int:
-        worker.connection.close()
-        return worker.process.wait()
+    def _end(self, worker: subprocess.Popen[bytes]) -> int:
+        self._workers.pop(worker).close()
+        return worker.wait()

@@ -63,8 +63,8 @@ class TRLRollout:
             the trainer's chat template does. Its ``gconfig`` has the trainer's temperature.
         environment: Environment of the episodes, which the caller enters and closes. Each call has
             an event loop of its own.
-        questions: All questions. A prompt of the trainer is looked up by its messages, or by its
-            text if it is a string; the question's id is the prompt id of agent and environment.
+        questions: All questions. A prompt of the trainer is looked up by its text; the question's
+            id is the prompt id of agent and environment.
         concurrency: Maximum number of running episodes.
         score: Score of an episode.
         failures: Treatment of an episode that failed, sampled nothing, or has several sequences:
@@ -75,7 +75,7 @@ class TRLRollout:
         on_results: Called with the episodes of each call, in the order of the prompts.
 
     Raises:
-        ValueError: If an option is out of range, or two questions have the same messages.
+        ValueError: If an option is out of range, or two questions have the same text.
     """
 
     agent: Agent
@@ -92,7 +92,7 @@ class TRLRollout:
     def __post_init__(self) -> None:
         if self.failures not in ("raise", "mask"):
             raise ValueError(f"failures must be 'raise' or 'mask', got {self.failures!r}")
-        self._by_prompt = questions_by_prompt(self.questions)
+        self._by_text = questions_by_text(self.questions)
         self._calls = count()
 
     def __call__(self, prompts: Sequence[Any], trainer: GRPOTrainer) -> dict[str, list[Any]]:
@@ -107,7 +107,7 @@ class TRLRollout:
         ids: dict[str, Sequence[int]] = {}
         asked: list[Prompt] = []
         for prompt in prompts:
-            if (question := self._by_prompt.get(prompt_key(prompt))) is None:
+            if (question := self._by_text.get(text_of(prompt))) is None:
                 raise ValueError(f"a trainer's prompt is none of the questions: {prompt!r:.200}")
             if question.id not in ids:
                 ids[question.id] = self._prompt_ids(question, prompt, trainer)
@@ -259,26 +259,23 @@ def trl_dataset_rows(questions: Iterable[Question]) -> list[dict[str, Any]]:
     return [{"prompt": [dict(message) for message in question.messages]} for question in questions]
 
 
-def questions_by_prompt(questions: Iterable[Question]) -> dict[Any, Question]:
-    """Return the questions by `prompt_key`, of their messages and of their text."""
-    known: dict[Any, Question] = {}
+def questions_by_text(questions: Iterable[Question]) -> dict[str, Question]:
+    """Return the questions by their text, see `text_of`."""
+    known: dict[str, Question] = {}
     for question in questions:
-        for prompt in (question.messages, question.text):
-            other = known.setdefault(prompt_key(prompt), question)
-            if (other.solutions, other.gym_entry) != (question.solutions, question.gym_entry):
-                raise ValueError(
-                    f"questions {other.id!r} and {question.id!r} have the same messages, but not "
-                    "the same answers"
-                )
+        other = known.setdefault(question.text, question)
+        if replace(other, id="", task_id=None) != replace(question, id="", task_id=None):
+            raise ValueError(
+                f"questions {other.id!r} and {question.id!r} have the same text, but not the same "
+                "messages and answers"
+            )
     return known
 
 
-def prompt_key(prompt: Any) -> Any:
-    """Return a hashable form of a prompt, without keys that a data set may have added."""
+def text_of(prompt: Any) -> str:
+    """Return the contents of a prompt's messages, as `Question.text` does, or the prompt itself."""
     try:
-        return (
-            prompt if isinstance(prompt, str) else tuple((m["role"], m["content"]) for m in prompt)
-        )
+        return prompt if isinstance(prompt, str) else "\n\n".join(m["content"] for m in prompt)
     except (TypeError, KeyError):
         raise TypeError(f"a prompt must be a str or messages, got {prompt!r:.200}") from None
 

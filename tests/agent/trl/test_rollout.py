@@ -448,5 +448,5 @@ def test_wrong_prompts_options_and_temperatures_are_refused(
     with pytest.raises(ValueError, match=r"failures must be 'raise' or 'mask', got 'drop'"):
         make_rollout(failures="drop")
     other = dataclasses.replace(QUESTIONS[0], id="other", solutions=("1",))
-    with pytest.raises(ValueError, match="'q0' and 'other' have the same messages"):
+    with pytest.raises(ValueError, match="'q0' and 'other' have the same text"):
         TRLRollout(Rewriting(), ShareOfDigits(), [*QUESTIONS, other])

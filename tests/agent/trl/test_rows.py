@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from trajpack.agent.environments.questions import Question
-from trajpack.agent.trl.rollout import Row, episode_reward, questions_by_prompt, rows_of_episodes
+from trajpack.agent.trl.rollout import (
+    Row,
+    episode_reward,
+    questions_by_text,
+    rows_of_episodes,
+    text_of,
+)
 from trajpack.packing.types import Trajectory, Turn
 from trajpack.testing import trajectory_lists
 
@@ -68,8 +74,9 @@ def test_the_reward_function_logs_the_share_of_masked_episodes() -> None:
     assert logged == {"episode/turns": 1.5, "episode/left_out": 0.25}
 
 
-def test_a_question_is_found_by_its_messages_and_by_its_text() -> None:
+def test_a_question_is_found_by_its_text() -> None:
     question = Question("a", ({"role": "user", "content": "2 + 3?"},), ("5",))
     again = Question("b", ({"role": "user", "content": "2 + 3?"},), ("5",))
-    known = questions_by_prompt([question, again])
-    assert known == {(("user", "2 + 3?"),): question, "2 + 3?": question}
+    known = questions_by_text([question, again])
+    assert known == {"2 + 3?": question}
+    assert text_of([*question.messages, {"content": "Well?"}]) == "2 + 3?\n\nWell?"

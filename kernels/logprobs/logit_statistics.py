@@ -1,8 +1,8 @@
 """One pass over the vocabulary in tiles: the statistics of rows of logits, and their gradient.
 
 A tile is the product of some rows of hidden states and some rows of the LM head. It is folded into
-running sums and overwritten by the next one, so memory holds one tile, whatever the vocabulary. The
-backward pass computes the tiles again and overwrites each by its gradient.
+running sums. The first tiles are kept as far as a budget goes; the others share the memory of one.
+The backward pass reads what is kept, computes the others again, and makes a tile of each gradient.
 
 Each row has tokens whose logits are returned. The sums leave them out: the sum over all other
 tokens, the tail of a distribution, would be lost in rounding if it were subtracted from the whole.
@@ -32,38 +32,83 @@ class Tile(NamedTuple):
     rows: slice
     columns: slice
     logits: torch.Tensor
-    """``[rows, columns]`` before the soft-cap; a view of memory that tiles share."""
+    """``[rows, columns]`` before the soft-cap; a view of memory."""
     padded: torch.Tensor
     """``[rows, stride]``: the logits, and any numbers behind them."""
     memory: torch.Tensor
     """``[rows * stride + 1]``: the padded tile, and an entry for pairs of other tiles."""
+    source: torch.Tensor
+    """``[rows, stride]``: the padded tile, or one that is kept, whose gradient goes to that."""
 
 
-def tiles_of(logits: Logits, hidden: torch.Tensor, multiple: int = 1) -> Iterator[Tile]:
+class Cut(NamedTuple):
+    """How ``[R, V]`` is cut into tiles."""
+
+    rows: int
+    columns: int
+    """A multiple of a number, so that the rows of a product begin and end on 16 bytes. The last
+    tiles may have fewer."""
+
+    @classmethod
+    def of(cls, hidden: torch.Tensor, vocabulary: int, multiple: int) -> Cut:
+        """Return the cut by the type of device."""
+        kind = "cuda" if hidden.is_cuda else "cpu"
+        columns = math.ceil(vocabulary / math.ceil(vocabulary / MOST_COLUMNS[kind]))
+        return cls(MOST_ROWS[kind], math.ceil(columns / multiple) * multiple)
+
+    def entries(self, rows: int) -> int:
+        """Return the entries of memory of a tile: with the one for pairs, a multiple of 64."""
+        return (rows * self.columns + 64) // 64 * 64
+
+    def kept(self, num_rows: int, vocabulary: int, most: int) -> int:
+        """Return the entries of as many of the first tiles as fit in ``most`` entries."""
+        whole, rest = num_rows // self.rows, num_rows % self.rows
+        each = self.entries(self.rows)
+        column = whole * each + (self.entries(rest) if rest else 0)
+        if not most or not column:
+            return 0
+        num_columns = math.ceil(vocabulary / self.columns)
+        if most >= num_columns * column:
+            return num_columns * column
+        columns = most // column
+        return columns * column + min((most - columns * column) // each, whole) * each
+
+
+def tiles_of(
+    logits: Logits, hidden: torch.Tensor, multiple: int = 1, kept: torch.Tensor | None = None,
+    *, again: bool = False,
+) -> Iterator[Tile]:  # fmt: skip
     """Yield the tiles, column of tiles by column; ``hidden`` is ``[R, H]``, the gathered rows.
 
-    All tiles lie in the same memory. The number of columns is a multiple of ``multiple``, so that
-    the rows of a product begin and end on 16 bytes; that of the last tiles may be another.
+    The first tiles lie in ``kept``, all others in the same memory. ``again``, those that are kept
+    are not computed, and are the sources of tiles in that memory.
     """
     num_rows, vocabulary = hidden.shape[0], logits.weight.shape[0]
-    kind = "cuda" if hidden.is_cuda else "cpu"
-    most_rows = MOST_ROWS[kind]
-    num_columns = math.ceil(vocabulary / math.ceil(vocabulary / MOST_COLUMNS[kind]))
-    num_columns = stride = math.ceil(num_columns / multiple) * multiple
-    memory = hidden.new_zeros(min(num_rows, most_rows) * stride + 1)
-    for begin in range(0, vocabulary, num_columns):
-        columns = slice(begin, min(begin + num_columns, vocabulary))
+    cut, place = Cut.of(hidden, vocabulary, multiple), 0
+    size, shared = 0 if kept is None else kept.shape[0], None
+    for begin in range(0, vocabulary, cut.columns):
+        columns = slice(begin, min(begin + cut.columns, vocabulary))
         weight = logits.weight[columns]
-        width = weight.shape[0]
-        for first in range(0, num_rows, most_rows):
-            rows = slice(first, min(first + most_rows, num_rows))
-            used = memory[: (rows.stop - first) * stride + 1]
-            padded = used[:-1].view(-1, stride)
-            product = padded[:, :width]
-            torch.mm(hidden[rows], weight.T, out=product)
-            if logits.bias is not None:
-                product += logits.bias[columns]
-            yield Tile(rows, columns, product, padded, used)
+        for first in range(0, num_rows, cut.rows):
+            rows = slice(first, min(first + cut.rows, num_rows))
+            begin_of_kept, place = place, place + cut.entries(rows.stop - first)
+            own = kept[begin_of_kept:] if kept is not None and place <= size else None
+            if shared is None and (own is None or again):
+                shared = hidden.new_zeros(min(num_rows, cut.rows) * cut.columns + 1)
+            used = shared if own is None or again else own
+            assert used is not None
+            used = used[: (rows.stop - first) * cut.columns + 1]
+            padded = used[:-1].view(-1, cut.columns)
+            product, source = padded[:, : weight.shape[0]], padded
+            if own is not None and again:
+                source = own[: padded.numel()].view_as(padded)
+            else:
+                if own is not None:
+                    padded[:, weight.shape[0] :].zero_()
+                torch.mm(hidden[rows], weight.T, out=product)
+                if logits.bias is not None:
+                    product += logits.bias[columns]
+            yield Tile(rows, columns, product, padded, used, source)
 
 
 def places_of(tile: Tile, owners: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -76,18 +121,19 @@ def places_of(tile: Tile, owners: torch.Tensor, tokens: torch.Tensor) -> torch.T
 
 
 def statistics(
-    logits: Logits, pairs: Pairs, *, with_mean: bool, impl: str
+    logits: Logits, pairs: Pairs, kept: torch.Tensor | None = None, *, with_mean: bool, impl: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return log-sum-exp and mean of each row's other logits, and those of ``pairs``; float64.
 
-    Without ``with_mean`` the means are 0.
+    Without ``with_mean`` the means are 0. ``kept`` gets the first tiles, in which the logits of
+    pairs are replaced: their gradients are not computed from them.
     """
     hidden = logits.hidden.index_select(0, logits.rows)
     running = hidden.new_zeros(3, hidden.shape[0], dtype=logits.sums)
     running[0] = -torch.inf
     picked = hidden.new_zeros(pairs.tokens.shape[0], dtype=torch.float64)
     fold, _, held, multiple = way_of(impl, pairs)
-    for tile in tiles_of(logits, hidden, multiple):
+    for tile in tiles_of(logits, hidden, multiple, kept):
         fold(logits, tile, held, running, picked, with_mean=with_mean)
     most, total, weighted = running.double().unbind()
     total = torch.where(most == torch.inf, torch.nan, total)
@@ -152,13 +198,13 @@ def slope_reference(
     logits: Logits, tile: Tile, pairs: tuple[torch.Tensor, ...], rates: torch.Tensor,
     of_picked: torch.Tensor, *, with_mean: bool,
 ) -> None:  # fmt: skip
-    """Overwrite a tile by the gradient with respect to it; the mean has one if ``with_mean``.
+    """Make a tile the gradient with respect to its source; the mean has one if ``with_mean``.
 
     ``rates`` has four rows of ``[R]``: the gradients of log-sum-exp and mean, and their values.
     ``of_picked`` are the gradients of the logits of pairs.
     """
     of_logsumexp, of_mean, logsumexp, mean = rates[:, tile.rows, None].unbind()
-    z = tile.logits.to(rates.dtype)
+    z = tile.source[:, : tile.logits.shape[1]].to(rates.dtype)
     z, slope = transformed(z, logits.softcap, logits.temperature_of(tile.rows))
     probability = (z - torch.where(logsumexp == -torch.inf, 0.0, logsumexp)).exp()
     rate = of_logsumexp + of_mean * (1 + z - mean) if with_mean else of_logsumexp
@@ -168,7 +214,7 @@ def slope_reference(
 
 def gradients(
     logits: Logits, pairs: Pairs, rates: torch.Tensor, of_picked: torch.Tensor,
-    *, needs: list[bool], with_mean: bool, impl: str,
+    kept: torch.Tensor | None = None, *, needs: list[bool], with_mean: bool, impl: str,
 ) -> list[torch.Tensor | None]:  # fmt: skip
     """Return the gradients of gathered rows, weight and bias that are needed, else None.
 
@@ -187,7 +233,7 @@ def gradients(
     ]
     rates, of_picked = rates.to(sums), of_picked.to(hidden.dtype)
     _, change, held, multiple = way_of(impl, pairs)
-    for tile in tiles_of(logits, hidden, multiple):
+    for tile in tiles_of(logits, hidden, multiple, kept, again=True):
         change(logits, tile, held, rates, of_picked, with_mean=with_mean)
         if of_hidden is not None:
             add_product(of_hidden[tile.rows], tile.logits, logits.weight[tile.columns])
@@ -217,41 +263,63 @@ def _given(arguments: tuple[Any, ...]) -> tuple[Logits, Pairs, bool, dict[str, A
     return Logits._make((*head, softcap)), Pairs(boundaries, tokens), whole, options
 
 
-def _run(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    logits, pairs, whole, options = _given(arguments)
+def _memory_kept(arguments: tuple[Any, ...]) -> torch.Tensor:
+    """Return memory for the tiles that are kept."""
+    logits, pairs, whole, options = _given(arguments[:-1])
+    hidden, vocabulary, most = logits.hidden, logits.weight.shape[0], arguments[-1]
+    if not whole or not most:
+        return hidden.new_empty(0)
+    cut = Cut.of(hidden, vocabulary, way_of(options["impl"], pairs)[-1])
+    return hidden.new_empty(cut.kept(logits.rows.shape[0], vocabulary, most // hidden.itemsize))
+
+
+def _run(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    logits, pairs, whole, options = _given(arguments[:-1])
+    kept = _memory_kept(arguments)
     if whole:
-        return statistics(logits, pairs, **options)
+        return *statistics(logits, pairs, kept, **options), kept
     mean = logits.hidden.new_zeros(logits.rows.shape[0], dtype=torch.float64)
-    return mean - torch.inf, mean, pair_logits(logits, pairs)
+    return mean - torch.inf, mean, pair_logits(logits, pairs), kept
 
 
 def _fake(*arguments: Any) -> tuple[torch.Tensor, ...]:
     hidden, rows, tokens = arguments[0], arguments[3], arguments[6]
     sizes = rows.shape[0], rows.shape[0], tokens.shape[0]
-    return tuple(hidden.new_empty(size, dtype=torch.float64) for size in sizes)
+    floats = (hidden.new_empty(size, dtype=torch.float64) for size in sizes)
+    return *floats, _memory_kept(arguments)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    """Save inputs and statistics; tiles that are kept go past hooks of saved tensors.
+
+    Hooks would move them to the host, or, as activation checkpointing, compare their sizes.
+    """
     ctx.save_for_backward(*inputs[:7], *output[:2])
-    ctx.options = inputs[7:]
+    ctx.options, ctx.kept = inputs[7:-1], output[3]
+    ctx.mark_non_differentiable(output[3])
+    ctx.set_materialize_grads(False)  # that of the tiles would be as large as they
 
 
-def _backward(
-    ctx: Any, of_logsumexp: torch.Tensor, of_mean: torch.Tensor, of_picked: torch.Tensor
-) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Any, *of_outputs: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients; the first call lets go of the tiles that were kept."""
     *inputs, logsumexp, mean = ctx.saved_tensors
-    needs = list(ctx.needs_input_grad[:3])
+    kept, ctx.kept = ctx.kept, None
+    needs, like = list(ctx.needs_input_grad[:3]), (logsumexp, mean, inputs[6])
+    of_logsumexp, of_mean, of_picked = (
+        logsumexp.new_zeros(other.shape) if one is None else one
+        for one, other in zip(of_outputs[:3], like, strict=True)
+    )
     rates = torch.stack((of_logsumexp, of_mean, logsumexp, mean))
-    found = torch.ops.trajpack.logit_gradients(*inputs, *ctx.options, rates, of_picked, needs)
+    found = torch.ops.trajpack.logit_gradients(*inputs, *ctx.options, rates, of_picked, kept, needs)
     grads = [one if need else None for one, need in zip(found, needs, strict=True)]
-    return *grads, *[None] * 8
+    return *grads, *[None] * 9
 
 
 def _run_gradients(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    *inputs, rates, of_picked, needs = arguments
+    *inputs, rates, of_picked, kept, needs = arguments
     logits, pairs, whole, options = _given(tuple(inputs))
     if whole:
-        of_rows, *of_head = gradients(logits, pairs, rates, of_picked, needs=needs, **options)
+        of_rows, *of_head = gradients(logits, pairs, rates, of_picked, kept, needs=needs, **options)
     else:
         of_rows, *of_head = pair_gradients(logits, pairs, of_picked, needs)
     hidden = logits.hidden
@@ -276,14 +344,14 @@ ARGUMENTS = (
     "Tensor boundaries, Tensor tokens, float softcap, bool whole, bool with_mean, str impl"
 )
 register_op(
-    f"logit_statistics({ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+    f"logit_statistics({ARGUMENTS}, int keep) -> (Tensor, Tensor, Tensor, Tensor)",
     _run,
     _fake,
     setup_context=_setup_context,
     backward=_backward,
 )
 register_op(
-    f"logit_gradients({ARGUMENTS}, Tensor rates, Tensor of_picked, bool[] needs) "
+    f"logit_gradients({ARGUMENTS}, Tensor rates, Tensor of_picked, Tensor? kept, bool[] needs) "
     "-> (Tensor, Tensor, Tensor)",
     _run_gradients,
     _fake_gradients,

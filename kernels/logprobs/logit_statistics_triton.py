@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Triton kernels of a tile of logits: one folds it into sums, one overwrites it by its gradient.
+"""Triton kernels of a tile of logits: one folds it into sums, one makes its gradient.
 
 A program takes one row of the tile. The row is padded to whole blocks, so no access to it is masked
 but those of its few pairs, whose tokens are in memory one behind the other.
@@ -116,12 +116,12 @@ def fold_kernel(
     ],
 )  # fmt: skip
 def slope_kernel(
-    tile, temperature, of_logsumexp, of_mean, logsumexp, mean, boundaries, tokens, of_picked,
-    stride: tl.int64, column: tl.int64, width: tl.int32, softcap: tl.float64,
+    tile, source, temperature, of_logsumexp, of_mean, logsumexp, mean, boundaries, tokens,
+    of_picked, stride: tl.int64, column: tl.int64, width: tl.int32, softcap: tl.float64,
     HAS_TEMPERATURE: tl.constexpr, WITH_MEAN: tl.constexpr, BLOCK: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Overwrite a row by the gradient of its log-sum-exp and its mean, then that of its pairs."""
+    """Make a row the gradient of its source's log-sum-exp and mean, then that of its pairs."""
     row = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     kind = logsumexp.dtype.element_ty
@@ -133,8 +133,9 @@ def slope_kernel(
     shift = tl.where(shift == float("-inf"), 0.0, shift)
     rate = tl.load(of_logsumexp + row)
     begin = tile + row.to(tl.int64) * stride
+    logit = source + row.to(tl.int64) * stride
     for first in range(0, width, BLOCK):
-        z, slope = _transformed(tl.load(begin + first + lane).to(kind), cap, inverse)
+        z, slope = _transformed(tl.load(logit + first + lane).to(kind), cap, inverse)
         probability = tl.exp(z - shift)
         change = tl.zeros_like(z) + rate
         if WITH_MEAN:
@@ -148,12 +149,12 @@ def slope_kernel(
         tl.store(begin + place, tl.load(of_picked + number, mask=inside), mask=inside)
 
 
-def _launch(kernel, logits, tile, pairs, vectors, of_pairs, *, with_mean) -> None:
+def _launch(kernel, logits, tile, memory, pairs, vectors, of_pairs, *, with_mean) -> None:
     """Launch a program for each row; arguments as for the references."""
     num_rows, width = tile.logits.shape
     temperature = logits.temperature_of(tile.rows)
     launch_on("logit_statistics", tile.padded.get_device())(
-        kernel, num_rows, tile.padded, tile.padded if temperature is None else temperature,
+        kernel, num_rows, *memory, tile.padded if temperature is None else temperature,
         *vectors[:, tile.rows], pairs.boundaries[tile.rows.start :], pairs.tokens, of_pairs,
         tile.padded.stride(0), tile.columns.start, width, logits.softcap,
         HAS_TEMPERATURE=temperature is not None, WITH_MEAN=with_mean, BLOCK=BLOCK, PAIRS=PAIRS,
@@ -162,9 +163,11 @@ def _launch(kernel, logits, tile, pairs, vectors, of_pairs, *, with_mean) -> Non
 
 def fold_forward(logits, tile, pairs, running, picked, *, with_mean) -> None:
     """Fold a tile; arguments as for the reference."""
-    _launch(fold_kernel, logits, tile, pairs, running, picked, with_mean=with_mean)
+    memory = (tile.padded,)
+    _launch(fold_kernel, logits, tile, memory, pairs, running, picked, with_mean=with_mean)
 
 
 def slope_forward(logits, tile, pairs, rates, of_picked, *, with_mean) -> None:
-    """Overwrite a tile by its gradient; arguments as for the reference."""
-    _launch(slope_kernel, logits, tile, pairs, rates, of_picked, with_mean=with_mean)
+    """Make a tile the gradient of its source; arguments as for the reference."""
+    memory = tile.padded, tile.source
+    _launch(slope_kernel, logits, tile, memory, pairs, rates, of_picked, with_mean=with_mean)

@@ -17,6 +17,7 @@ from trajpack.kernels.validation import (
     check_boundaries,
     check_choice,
     check_indices,
+    check_integer,
     check_number,
     check_tensor,
     values_to_check,
@@ -32,6 +33,8 @@ TokenSets: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 `PackedBatch.ragged` returns."""
 LEAST_TAIL = 2.0**-24
 """Least probability of a teacher's other tokens: what float32 log-probabilities can resolve."""
+KEPT_ON_HOST = 2**28
+"""Bytes of logits that are kept by default on the host."""
 ROUNDING = 1e-3
 """Most that a teacher's log-probability may be above 0."""
 
@@ -49,13 +52,14 @@ def token_logprobs(  # noqa: PLR0913 - all but four are keywords
     support: TokenSets | None = None,
     every_row_supported: bool = False,
     group: Any = None,
+    keep_logits: int | None = None,
     impl: Impl = "auto",
 ) -> Any:
     """Return the log-probabilities of ``targets`` in the distributions of some rows.
 
     The logits of row ``r`` are ``z = hidden[rows[r]] @ weight.T + bias``, then
     ``softcap * tanh(z / softcap)``, then divided by the temperature. They are computed in tiles of
-    rows and vocabulary, so ``[R, V]`` is never in memory, neither forward nor backward.
+    rows and vocabulary, so that memory holds one tile, and what ``keep_logits`` allows.
 
     Args:
         hidden: ``[tokens, H]`` bfloat16, float16, float32 or float64: the last hidden states.
@@ -78,6 +82,11 @@ def token_logprobs(  # noqa: PLR0913 - all but four are keywords
         group: Process group of the tensor-parallel ranks, each of which holds a part of ``weight``
             and ``bias``: equal parts in the order of the ranks. All other arguments are the same on
             all ranks, and so are the results.
+        keep_logits: Most bytes of logits, in the dtype of ``hidden``, that are kept for the first
+            backward pass, where a gradient is recorded: it reads whole tiles that are kept, and
+            computes the others again. No result depends on it. None for a quarter of the memory of
+            the device that is free or cached by torch at the call, and 256 MiB on the host; none
+            while ``torch.compile`` traces or a CUDA graph is captured.
         impl: ``"auto"`` folds tiles by Triton for CUDA tensors and by torch for all others. Matrix
             products are torch's in both.
 
@@ -110,7 +119,8 @@ def token_logprobs(  # noqa: PLR0913 - all but four are keywords
     """
     head = _Head(
         "token_logprobs", hidden, weight, rows,
-        bias=bias, temperature=temperature, softcap=softcap, group=group, impl=impl,
+        bias=bias, temperature=temperature, softcap=softcap, group=group, keep_logits=keep_logits,
+        impl=impl,
     )  # fmt: skip
     if isinstance(targets, torch.Tensor):
         pairs = head.one_pair_a_row(targets)
@@ -206,7 +216,7 @@ class _Head:
     def __init__(  # noqa: PLR0913 - arguments of the public ops
         self, op: str, hidden: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor,
         *, bias: torch.Tensor | None, temperature: float | torch.Tensor, softcap: float | None,
-        group: Any, impl: Impl,
+        group: Any, keep_logits: int | None, impl: Impl,
     ) -> None:  # fmt: skip
         check_tensor(op, "hidden", hidden, dtypes=FLOATS, ndim=2)
         check_tensor(op, "rows", rows, dtypes=INTEGERS, device=hidden.device)
@@ -232,6 +242,8 @@ class _Head:
         check_indices(op, "rows", rows, hidden.shape[0])
         if softcap is not None:
             check_number(op, "softcap", softcap, above=0, finite=True)
+        if keep_logits is not None:
+            check_integer(op, "keep_logits", keep_logits)
         _check_reverse_mode(op, hidden, own, bias)
         self.op, self.hidden = op, hidden
         if group is not None:
@@ -240,6 +252,12 @@ class _Head:
         self.temperature = temperatures(op, temperature, rows)
         self.softcap = float(softcap or 0.0)
         self.group, self.impl = group, resolve_impl(op, impl, hidden.device)
+        trained = any(one is not None and one.requires_grad for one in (hidden, own, bias))
+        self.keep = keep_logits
+        if not trained or not torch.is_grad_enabled():
+            self.keep = 0
+        elif keep_logits is None:
+            self.keep = _spare_bytes(device)
         self.dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
     def one_pair_a_row(self, targets: torch.Tensor) -> Pairs:
@@ -284,12 +302,26 @@ class _Head:
         found = torch.ops.trajpack.logit_statistics(
             self.hidden, self.weight, self.bias, self.rows, self.temperature,
             pairs.boundaries, pairs.tokens - self.first, self.softcap, whole, with_mean, self.impl,
-        )  # fmt: skip
+            self.keep,
+        )[:3]  # fmt: skip
         if self.group is not None:
             found = Merged.apply(*found, self.group)  # type: ignore[no-untyped-call]
         rest, mean, logits = found
         temperature = None if self.temperature is None else self.temperature[pairs.owners]
         return rest, mean, transformed(logits, self.softcap, temperature)[0]
+
+
+def _spare_bytes(device: torch.device) -> int:
+    """Return the bytes of logits that are kept by default."""
+    if torch.compiler.is_compiling():
+        return 0
+    if device.type != "cuda":
+        return KEPT_ON_HOST if device.type == "cpu" else 0
+    with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            return 0
+        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return (torch.cuda.mem_get_info()[0] + cached) // 4
 
 
 def temperatures(

@@ -78,6 +78,7 @@ class LMHead:
         most: int | None = None,
         temperature: float | torch.Tensor = 1.0,
         support: str | TokenSets | None = None,
+        keep_logits: int | None = None,
         impl: Impl = "auto",
     ) -> Any:
         """Return `PackedBatch.logprobs` of a batch, a micro-batch or a tree.
@@ -90,6 +91,7 @@ class LMHead:
             most: As there.
             temperature: Temperature of sampling, as there.
             support: As there.
+            keep_logits: As there.
             impl: As there.
 
         Raises:
@@ -102,7 +104,7 @@ class LMHead:
         return batch.logprobs(
             hidden, self._model.get_output_embeddings(), tokens=tokens, entropy=entropy, most=most,
             temperature=temperature * self._temperature, softcap=self._softcap, support=support,
-            group=self._group, impl=impl,
+            group=self._group, keep_logits=keep_logits, impl=impl,
         )  # fmt: skip
 
     def _check_trees(self, name: str) -> None:

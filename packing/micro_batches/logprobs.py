@@ -121,6 +121,7 @@ class LogprobMethods:
         softcap: float | None = None,
         support: str | TokenSets | None = None,
         group: Any = None,
+        keep_logits: int | None = None,
         impl: Impl = "auto",
     ) -> Any:
         """Return the log-probabilities of the generated tokens from hidden states or logits.
@@ -144,6 +145,7 @@ class LogprobMethods:
             softcap: As of `trajpack.kernels.token_logprobs`.
             support: As there; or the name of a ragged field.
             group: As there.
+            keep_logits: As there.
             impl: As there.
 
         Returns:
@@ -189,7 +191,8 @@ class LogprobMethods:
             found = token_logprobs(
                 hidden, weight, rows, targets if tokens is None else tokens,
                 bias=bias, temperature=temperature, softcap=softcap, entropy=entropy,
-                support=support, every_row_supported=every, group=group, impl=impl,
+                support=support, every_row_supported=every, group=group,
+                keep_logits=keep_logits, impl=impl,
             )  # fmt: skip
         several = found if isinstance(found, tuple) else (found,)
         of_pairs, of_rows = several[: tokens is not None], several[tokens is not None :]

@@ -184,7 +184,7 @@ def launches_of_logits(rows: torch.Tensor) -> Launches:
         sums = torch.float64 if dtype == torch.float64 else torch.float32
         vectors = torch.zeros((4, 16), dtype=sums, device=rows.device)
         padded = memory.view(9, -1)
-        tile = Tile(slice(0, 9), slice(0, 99), padded[:, :99], padded, memory)
+        tile = Tile(slice(0, 9), slice(0, 99), padded[:, :99], padded, memory, padded)
         name = str(dtype).removeprefix("torch.")
         for label, temperature in ((name, None), (f"{name}, all", vectors[0].float())):
             logits = Logits(memory, memory, None, rows, temperature, 0.0)

@@ -326,6 +326,59 @@ def test_halves_err_no_more_than_dense_halves(dtype: torch.dtype) -> None:
         assert error <= 1.05 * limit + 1e-6, (error, limit)
 
 
+KEPT: dict[str, dict[str, Any]] = {
+    "tokens": {"entropy": True},
+    "all that a head has": {"entropy": True, "every": "all"},
+    "every row supported": {"every": "support"},
+    "sets of tokens": {"sets": True},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", KEPT)
+def test_kept_logits_change_no_bit(name: str, dtype: torch.dtype) -> None:
+    case, options = Case(9, 50, dtype), dict(KEPT[name])
+    options |= options_of(case, options.pop("every", "bias"))
+    targets = case.support if options.pop("sets", False) else case.targets
+    tile = 128 * dtype.itemsize  # at most: 4 rows of 13 logits, rounded up
+    leaves = case.leaves[: 3 if "bias" in options else 2]
+    every = []
+    for keep in (0, tile, 5 * tile, None, 10**6):
+        found = token_logprobs(*case.inputs[:3], targets, keep_logits=keep, **options)
+        found = found if isinstance(found, tuple) else (found,)
+        total = sum(torch.where(one.isfinite(), one, 0.0).sum() for one in found)
+        for _ in range(2):  # the second time nothing is kept any more
+            grads = torch.autograd.grad(total, leaves, retain_graph=True)
+            every.append([*(one.detach() for one in found), *grads])
+    for results in every[1:]:
+        for one, other in zip(results, every[0], strict=True):
+            assert_same_bits(one, other)
+
+
+def test_kept_logits_are_whole_tiles_within_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, products = Case(9, 50, torch.float32), []
+    mm = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda *args, **out: products.append(1) or mm(*args, **out))
+    cut = logit_statistics.Cut.of(case.hidden, 50, 1)
+    sizes = [4 * cut.entries(rows) for _ in range(4) for rows in (4, 4, 1)]
+    for number, end in enumerate(torch.tensor([0, *sizes]).cumsum(0).tolist()):
+        for keep in (end, end + 4):
+            assert 4 * cut.kept(9, 50, keep // 4) == end
+            total = token_logprobs(*case.inputs, keep_logits=keep).sum()
+            products.clear()
+            torch.autograd.grad(total, case.leaves[:2])
+            assert len(products) == 12 - number
+
+
+def test_without_a_gradient_no_logits_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case()
+    monkeypatch.delattr(logit_statistics.Cut, "kept")
+    with torch.no_grad():
+        token_logprobs(*case.inputs, keep_logits=10**6)
+    constants = [one.detach() for one in case.inputs]
+    token_logprobs(*constants, keep_logits=10**6)
+
+
 class Largest(TorchDispatchMode):
     """Notes the largest tensor that is made, in elements."""
 
@@ -370,6 +423,7 @@ def test_a_call_and_its_gradients_allocate_nothing_larger_than_the_head() -> Non
             softcap=9.0,
             support=case.support,
             temperature=case.temperature,
+            keep_logits=0,
         )
         gradients(found, case)
     events = [one for one in profiled.profiler.kineto_results.events() if one.name() == "[memory]"]
@@ -431,10 +485,13 @@ def test_repeats_have_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) 
             assert_same_bits(one, other)
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(("whole", "keep"), [(True, 0), (True, 10**6), (False, 10**6)])
 @pytest.mark.parametrize("options", ["plain", "all"])
-def test_the_ops_keep_the_contract_of_torch(options: str, whole: bool) -> None:
-    case = Case(3, 20)
+def test_the_ops_keep_the_contract_of_torch(
+    options: str, whole: bool, keep: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logit_statistics, "MOST_COLUMNS", {"cpu": 21})
+    case = Case(3, 42)  # 3 x 21 logits and an entry for pairs: kept tiles have no gaps
     temperature, bias, softcap = (None, None, 0.0)
     if options == "all":
         temperature, bias, softcap = case.temperature, case.bias, 1.5
@@ -442,13 +499,13 @@ def test_the_ops_keep_the_contract_of_torch(options: str, whole: bool) -> None:
     turned = case.weight.detach().T.contiguous().T.requires_grad_()  # as of an embedding [H, V]
     head = case.hidden, turned, bias, case.rows, temperature
     arguments = (*head, boundaries, tokens, softcap, whole, True, "torch")
-    torch.library.opcheck(torch.ops.trajpack.logit_statistics, arguments)
-    found = torch.ops.trajpack.logit_statistics(*arguments)
+    torch.library.opcheck(torch.ops.trajpack.logit_statistics, (*arguments, keep))
+    found = torch.ops.trajpack.logit_statistics(*arguments, keep)
     rates = torch.stack((*found[:2], *found[:2])).detach()
     needs = [True, True, bias is not None]
     constants = [one.detach() if isinstance(one, torch.Tensor) else one for one in arguments]
     torch.library.opcheck(
-        torch.ops.trajpack.logit_gradients, (*constants, rates, found[2].detach(), needs)
+        torch.ops.trajpack.logit_gradients, (*constants, rates, found[2].detach(), found[3], needs)
     )
 
 
@@ -471,13 +528,14 @@ def test_other_kinds_of_gradients_are_refused() -> None:
         grad.sum().backward()
 
 
-def test_a_caller_is_compiled() -> None:
+@pytest.mark.parametrize("keep", [None, 500, 10**6])
+def test_a_caller_is_compiled(keep: int | None) -> None:
     case = Case(6, 20, torch.float32)
 
     @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
     def loss(hidden, weight, rows, targets):
         logprobs, entropies = token_logprobs(
-            hidden, weight, rows, targets, entropy=True, impl="torch"
+            hidden, weight, rows, targets, entropy=True, keep_logits=keep, impl="torch"
         )
         return (logprobs + entropies).sum()
 
@@ -524,6 +582,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "targets in a list": ({"targets": [1, 2, 3]}, "targets must be boundaries and tokens, got l"),
     "a support that is no pair": ({"support": 3}, "support must be boundaries and tokens, got int"),
     "a group that is none": ({"group": 2}, "group must be a torch.*ProcessGroup, got int"),
+    "negative bytes": ({"keep_logits": -1}, "keep_logits must not be negative, got -1"),
     "another impl": ({"impl": "cuda"}, "impl must be"),
 }  # fmt: skip
 

@@ -28,15 +28,9 @@ def conversations_to_trajectories(
 ) -> Iterable[Trajectory]:
     r"""Make a trajectory of each conversation: `trajpack.Trajectory.from_messages` of rows.
 
-    A row has one of these forms, as in OpenAI's and TRL's data sets:
-
-    ======================================== ====================================================
-    columns                                  turns
-    ======================================== ====================================================
-    ``messages``                             each message of the assistant
-    ``prompt``, ``completion``: messages     those of the completion; the prompt is context
-    ``prompt``, ``completion``: texts        one, of the texts as they are, without the template
-    ======================================== ====================================================
+    A row has ``messages``, or ``prompt`` and ``completion``, as in OpenAI's and TRL's data sets.
+    Turns are the messages of the assistant, those of the completion alone where there is one. A
+    prompt and completion that are texts are one turn as they are, without the template.
 
     The columns ``id`` (a text or an integer; ``row-0`` and so on by default), ``tools`` (a list or
     its JSON text) and ``chat_template_kwargs`` are optional. Nulls in the structs of a Hugging Face

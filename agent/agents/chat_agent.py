@@ -111,16 +111,11 @@ class ConversationAgent(ABC):
 
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return a prompt's tokens: a chat by the tokenizer's template, and who speaks next."""
-        ids: list[int] = self.tokenizer.encode(self.rendered(messages), add_special_tokens=False)
-        return ids
-
-    def rendered(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return what the chat template renders of messages, and who speaks next."""
-        chat = [dict(message) for message in messages]
-        text: str = self.tokenizer.apply_chat_template(
-            chat, tokenize=False, add_generation_prompt=True
+        text = self.tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
         )
-        return text
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return ids
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of tokens, with its spaces as they are."""

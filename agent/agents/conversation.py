@@ -86,8 +86,7 @@ class Conversation:
         prompt, env, generate: As an agent gets them.
         token_ids: Token ids so far. Tokens appended between turns are observation.
         exchanges: Turns so far.
-        observation: Observation that the environment gave last.
-        terminated: Whether the environment's last answer ended the episode.
+        observation, terminated: The environment's last answer.
         truncated: The trajectory's ``truncated``.
         birth_time_ms: Unix time of the beginning, in milliseconds.
     """

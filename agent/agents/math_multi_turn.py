@@ -17,7 +17,7 @@ from trajpack.agent.agents.conversation import (
     Exchange,
     sampling_option,
 )
-from trajpack.packing.conversion import as_integer, as_number
+from trajpack.packing.conversion import as_integer
 from trajpack.packing.representation import brief_repr
 from trajpack.packing.text import one_line
 
@@ -91,15 +91,17 @@ class MathMultiTurnAgent(ConversationAgent):
         super().__post_init__()
         self._feedback_ids = {}
         for is_right, content in _FEEDBACK.items() if self.num_turns > 1 else ():
-            text = self.rendered([{"role": "user", "content": content}])
-            ids = self.tokenizer.encode("\n" + text, add_special_tokens=False)
+            chat = [{"role": "user", "content": content}]
+            text = self.tokenizer.apply_chat_template(
+                chat, tokenize=False, add_generation_prompt=True
+            )
+            ids = self.tokenizer.encode(f"\n{text}", add_special_tokens=False)
             self._feedback_ids[is_right] = ids
 
     async def respond(self, conversation: Conversation, exchange: Exchange) -> list[int] | None:
         """Judge an answer and return the feedback; None ends the episode."""
         has_ended = await conversation.judge(exchange)
-        shaped = ((exchange.reward - 0.5) * 2 - self.reward_bias) * self.reward_scaling
-        exchange.reward = as_number("reward", shaped)
+        exchange.reward = ((exchange.reward - 0.5) * 2 - self.reward_bias) * self.reward_scaling
         is_last = len(conversation.exchanges) == self.num_turns
         is_over = has_ended and self.stop_on_terminated
         if is_last or is_over or (exchange.success and self.stop_on_success):

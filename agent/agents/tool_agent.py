@@ -76,7 +76,6 @@ class ToolAgent(ChatAgent):
             raise ValueError(f"two tools have one name: {[tool.name for tool in self.tools]}")
         if self.max_calls < 1:
             raise ValueError(f"max_calls must be at least 1, got {self.max_calls}")
-        self._name = getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__
         if not self.tools:
             return
         if not self.own_declaration:
@@ -93,15 +92,14 @@ class ToolAgent(ChatAgent):
         try:
             with_tools = self.messages.text(_GREETING, is_asking=True)
         except Exception as error:  # templates raise what they like
-            raise ValueError(
-                f"the chat template of {self._name} cannot show tools: {reason_of(error)}; {remedy}"
-            ) from error
+            reason = f"the chat template cannot show tools: {reason_of(error)}; {remedy}"
+            raise ValueError(reason) from error
         without = ""
         with suppress(Exception):  # some have no form without tools
             without = plain.text(_GREETING, is_asking=True)
         if hidden := unnamed_tools(self._tools, with_tools, without):
             raise ValueError(
-                f"the chat template of {self._name} ignores tools: the model would not be told of "
+                "the chat template ignores tools: the model would not be told of "
                 f"{', '.join(hidden)}; take a tokenizer whose template declares tools, or {remedy}"
             )
 
@@ -118,8 +116,8 @@ class ToolAgent(ChatAgent):
             return form_of(name or "hermes").names.split()[0]
         read = f"{name!r} does not read" if name else "no reader reads"
         raise ValueError(
-            f"{read} the calls of the chat template of {self._name}, which writes "
-            f"{one_line(repr(said[-200:]))}; say read_calls= with a function that reads its calls"
+            f"{read} the calls of the chat template, which writes {one_line(repr(said[-200:]))}; "
+            "say read_calls= with a function that reads its calls"
         )
 
     async def converse(self, conversation: Conversation, observation: list[int] | None) -> None:

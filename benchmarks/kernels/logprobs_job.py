@@ -29,9 +29,7 @@ TRL_CHUNK = 8192
 """Columns of a tile, TRL's default."""
 LIGER_FILE = "liger_kernel/chunked_loss/fused_linear_ppo.py"
 VERL_FILE = "verl/utils/experimental/torch_functional.py"
-KEPT = f"{OURS}, logits kept"
-KEPT_BYTES = 2**33
-"""More than all logits of `PUBLISHED` take."""
+NOTHING_KEPT = f"{OURS}, no logits kept"
 ROWS = {"all rows": (1, False), "a third of the rows": (3, False), "all rows, entropies": (1, True)}
 """Every how many-th row is computed, and whether entropies are."""
 
@@ -75,14 +73,17 @@ def with_gradients(
 
 
 def ours(given: Given, *, entropy: bool) -> tuple[torch.Tensor, ...]:
-    """Call `trajpack.kernels.token_logprobs`, which computes all logits twice."""
-    found = token_logprobs(*given, entropy=entropy, keep_logits=0)
-    return found if entropy else (found,)
+    """Call `trajpack.kernels.token_logprobs`, which keeps the logits of `SHAPE`."""
+    return _ours(given, None, entropy=entropy)
 
 
-def ours_kept(given: Given, *, entropy: bool) -> tuple[torch.Tensor, ...]:
-    """Call it with memory for all logits."""
-    found = token_logprobs(*given, entropy=entropy, keep_logits=KEPT_BYTES)
+def nothing_kept(given: Given, *, entropy: bool) -> tuple[torch.Tensor, ...]:
+    """Call it so that it computes all logits twice."""
+    return _ours(given, 0, entropy=entropy)
+
+
+def _ours(given: Given, keep: int | None, *, entropy: bool) -> tuple[torch.Tensor, ...]:
+    found = token_logprobs(*given, entropy=entropy, keep_logits=keep)
     return found if entropy else (found,)
 
 
@@ -168,7 +169,7 @@ def contest(
 
     entrants = [
         Contender(OURS, **made(ours)),
-        Contender(KEPT, **made(ours_kept)),
+        Contender(NOTHING_KEPT, **made(nothing_kept)),
         Contender("all logits of the rows at once", **made(dense)),
         Contender(PRODUCTS, lambda: products(given), "", lambda _: None),
     ]

@@ -136,9 +136,8 @@ def prepare_rollout(settings: RolloutSettings) -> Rollout:
     else:
         with refused(""):
             questions = load_questions(settings.dataset, limit=settings.num_prompts)
-    device = settings.device
-    with refused(f"device {device!r} cannot be used: ", RuntimeError, AssertionError):
-        torch.zeros(1, device=device).tolist()
+    with refused(f"device {settings.device!r} cannot be used: ", RuntimeError, AssertionError):
+        torch.zeros(1, device=settings.device).tolist()
     if settings.model is not None and (settings.servers or settings.num_workers):
         model, tokenizer = None, load_tokenizer(settings.model)
         limits = ModelLimits.load(settings.model)
@@ -146,7 +145,7 @@ def prepare_rollout(settings: RolloutSettings) -> Rollout:
         name = settings.model
         model, tokenizer = load_model(name) if name else build_tiny_model(settings.seed)
         limits = ModelLimits.of(model.config)
-        model = None if settings.num_workers else model.to(device)
+        model = None if settings.num_workers else model.to(settings.device)
     agent = MathMultiTurnAgent(
         SamplingParams(max_new_tokens=settings.max_new_tokens),
         tokenizer,
@@ -160,12 +159,6 @@ def prepare_rollout(settings: RolloutSettings) -> Rollout:
         with refused(f"question {question.id!r} cannot be put as a chat: ", TemplateError):
             input_ids = agent.prompt_ids(question.messages)
         prompts.append(Prompt(question.id, input_ids, task_id=question.task_id))
-        num_tokens, most = len(input_ids) + settings.max_new_tokens, limits.max_positions
-        if most is not None and num_tokens > most:
-            raise SetupError(
-                f"question {question.id!r} is too long: {len(input_ids):,} tokens and "
-                f"{settings.max_new_tokens:,} new ones, the model has {most:,} positions"
-            )
     return Rollout(settings, questions, prompts, model, tokenizer, agent)
 
 

@@ -6,9 +6,8 @@ import os
 import secrets
 import signal
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from trajpack.packing.optional import require
@@ -34,12 +33,10 @@ def local_cluster(
     if ray.is_initialized():
         yield
         return
-    size: dict[str, Any] = {}
-    if address == "local":
-        size |= {"num_cpus": num_cpus, "num_gpus": num_gpus, "include_dashboard": False}
-        size["object_store_memory"] = object_store_bytes
+    size = {"num_cpus": num_cpus, "num_gpus": num_gpus, "object_store_memory": object_store_bytes}
+    options: dict[str, Any] = {"include_dashboard": False, **size} if address == "local" else {}
     on_termination = signal.getsignal(signal.SIGTERM)
-    with ray.init(address=address, log_to_driver=False, logging_level="ERROR", **size):
-        if threading.current_thread() is threading.main_thread():
+    with ray.init(address=address, log_to_driver=False, logging_level="ERROR", **options):
+        with suppress(ValueError):  # of another thread than the main one
             signal.signal(signal.SIGTERM, on_termination)  # Ray has put its own there
         yield

@@ -87,14 +87,6 @@ class WorkerOptions:
     hang_timeout_s: float = 30.0
 
 
-@dataclass(frozen=True)
-class WorkerStatus:
-    """Process and policy version of a serving worker."""
-
-    pid: int = 0
-    version: int = -1
-
-
 class RolloutWorker:
     """The actor: an engine, an agent and an environment on one event loop."""
 
@@ -102,8 +94,8 @@ class RolloutWorker:
         self._make_worker, self._number = make_worker, number
         self._life: asyncio.Task[None] | None = None
 
-    async def update(self, weights: Weights | None) -> WorkerStatus:
-        """Enter the context, and load weights if they are newer than the engine's."""
+    async def update(self, weights: Weights | None) -> tuple[int, int]:
+        """Enter the context, load newer weights; return process id and version of the weights."""
         if self._life is None:
             self._entered = asyncio.Event()
             self._life = asyncio.create_task(self._live())
@@ -116,7 +108,7 @@ class RolloutWorker:
             await engine.update_weights(weights.state_dict(), weights.version)
             if engine.version != weights.version:
                 raise RuntimeError(f"version {engine.version} after loading {weights.version}")
-        return WorkerStatus(os.getpid(), engine.version)
+        return os.getpid(), engine.version
 
     async def _live(self) -> None:
         """Enter and leave the context in one task, as cancel scopes require."""
@@ -141,6 +133,22 @@ class RolloutWorker:
                 return EngineEndedError(prompt.id, error.reason)
             kinds = (kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
             return next(kinds)(prompt.id, error.reason)  # type: ignore[no-any-return]
+
+
+@dataclass(eq=False)
+class WorkerProcess:
+    """One actor from its start to its end, with the last known version of its weights."""
+
+    actor: Any
+    pid: int = 0
+    version: int = -1
+    num_running: int = 0
+    has_finished: bool = False
+    """Whether an episode has ended on it."""
+    lost: str = ""
+    """Why an episode found it lost."""
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when its keeper has to look after it."""
 
 
 class WorkerLostError(RuntimeError):
@@ -186,14 +194,14 @@ class RolloutWorkers(ServedEngine):
         self._weights: Any = None
         self._publishing = asyncio.Lock()
         self._keepers: list[asyncio.Task[None]] = []
-        self._serving: dict[_Worker, None] = {}
+        self._serving: dict[WorkerProcess, None] = {}
         self._changed = asyncio.Event()
         """Set, and replaced, whenever something changes that others wait for."""
 
     @property
-    def workers(self) -> tuple[WorkerStatus, ...]:
-        """Serving workers, with the last known version of their weights."""
-        return tuple(worker.status for worker in self._serving)
+    def workers(self) -> tuple[WorkerProcess, ...]:
+        """Serving workers, with ``pid`` and the last known ``version`` of their weights."""
+        return tuple(self._serving)
 
     def runner(self, *, sampling: Any = None, **options: Any) -> RolloutRunner:
         """Return a `RolloutRunner` with these options; its concurrency is that of all workers."""
@@ -282,7 +290,7 @@ class RolloutWorkers(ServedEngine):
         reason = f"{_MAX_LOSSES} workers were lost, the last: {worker.lost}"
         raise ServerUnavailableError(prompt.id, reason)
 
-    async def _place(self, qid: str) -> _Worker:
+    async def _place(self, qid: str) -> WorkerProcess:
         """Wait for a worker that can take an episode; return the one with the fewest."""
         while True:
             if self._end is not None:
@@ -304,11 +312,11 @@ class RolloutWorkers(ServedEngine):
             max_concurrency=options.concurrency + 8,  # pings, too
         )(RolloutWorker)
         while num_failures < _MAX_FAILURES:
-            worker = _Worker(actor_class.remote(self._make_worker, number))
+            worker = WorkerProcess(actor_class.remote(self._make_worker, number))
             try:
                 await self._serve(worker)
             except Exception as error:
-                has_lived = num_failures or worker.status.pid
+                has_lived = num_failures or worker.pid
                 if not has_lived and not isinstance(error, WorkerLostError):
                     raise
                 lost = reason_of(getattr(error, "cause", error))  # within Ray's wrapping
@@ -321,16 +329,16 @@ class RolloutWorkers(ServedEngine):
             await asyncio.sleep(0.05 * 2**num_failures)
         raise WorkerLostError(lost)
 
-    async def _serve(self, worker: _Worker) -> None:
+    async def _serve(self, worker: WorkerProcess) -> None:
         """Start a worker, keep its weights current and ping it, until that raises."""
         options = self.options
         while not worker.lost:
             worker.wake.clear()
-            is_old = worker.status.version < self.version
+            is_old = worker.version < self.version
             call = worker.actor.update.remote(self._weights if is_old else None)
             timeout_s = options.start_timeout_s if is_old else options.hang_timeout_s
-            worker.status = await _answer_of(call, timeout_s)
-            if worker.status.version >= self.version:
+            worker.pid, worker.version = await _answer_of(call, timeout_s)
+            if worker.version >= self.version:
                 if is_old:
                     self._serving[worker] = None
                     self._tell()
@@ -348,22 +356,6 @@ class RolloutWorkers(ServedEngine):
     def _tell(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-@dataclass(eq=False)
-class _Worker:
-    """One actor from its start to its end."""
-
-    actor: Any
-    status: WorkerStatus = field(default_factory=WorkerStatus)
-    """Its last answer."""
-    num_running: int = 0
-    has_finished: bool = False
-    """Whether an episode has ended on it."""
-    lost: str = ""
-    """Why an episode found it lost."""
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when its keeper has to look after it."""
 
 
 async def _answer_of(call: Any, timeout_s: float | None = None) -> Any:
@@ -388,11 +380,11 @@ async def _answer_of(call: Any, timeout_s: float | None = None) -> Any:
         raise TimeoutError(f"a rollout worker gave no answer within {timeout_s} s") from error
 
 
-async def _end(worker: _Worker) -> None:
+async def _end(worker: WorkerProcess) -> None:
     """Let a worker that has answered leave its context, if it can, and end its process."""
     import ray
 
-    if worker.status.pid:
+    if worker.pid:
         with suppress(Exception):
             await _answer_of(worker.actor.leave.remote(), _LEAVE_TIMEOUT_S)
     ray.kill(worker.actor)

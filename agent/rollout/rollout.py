@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,9 +20,8 @@ from trajpack.agent.models.causal_model import ModelLimits, load_model, load_tok
 from trajpack.agent.models.tiny_model import build_tiny_model
 from trajpack.agent.protocols import Prompt, SamplingParams
 from trajpack.agent.rollout.settings import RolloutSettings
-from trajpack.agent.runner.observers import RolloutObserver
 from trajpack.agent.runner.policy import RetryPolicy, RolloutPolicy
-from trajpack.agent.runner.runner import EpisodeResult, Progress, RolloutRunner
+from trajpack.agent.runner.runner import EpisodeResult, RolloutRunner
 from trajpack.agent.seeding import derive_seed
 from trajpack.packing.optional import require
 
@@ -41,34 +40,23 @@ class Rollout:
     agent: MathMultiTurnAgent
 
     @asynccontextmanager
-    async def episodes(
-        self,
-        on_progress: Callable[[Progress], None] | None = None,
-        *,
-        observers: Iterable[RolloutObserver] = (),
-        finished: Collection[str] = (),
-    ) -> AsyncIterator[AsyncGenerator[EpisodeResult, None]]:
-        """Start environment and engine, and return the stream of results of a `RolloutRunner`.
+    async def episodes(self, **options: Any) -> AsyncIterator[AsyncGenerator[EpisodeResult, None]]:
+        """Start environment and engine; return the results of a `RolloutRunner` of these options.
 
         Leaving the context cancels the running episodes and shuts both down. A `SetupError` says
         why the engine or a worker cannot start.
         """
         settings = self.settings
         retries = RetryPolicy(max_attempts=settings.max_attempts)
-        options: dict[str, Any] = {
-            "policy": RolloutPolicy(retries=retries, seed=settings.seed),
-            "on_progress": on_progress,
-            "observers": observers,
-            "finished": finished,
-            "group_size": settings.group_size,
-        }
+        options["policy"] = RolloutPolicy(retries=retries, seed=settings.seed)
+        options["group_size"] = settings.group_size
         async with AsyncExitStack() as stack:
             if settings.num_workers:
                 workers = await stack.enter_async_context(self._workers())
                 runner = workers.runner(**options)
             else:
                 seed = settings.seed
-                if finished:  # a continued rollout must not draw its earlier samples again
+                if finished := options.get("finished"):  # it must not draw its samples again
                     seed = derive_seed(settings.seed, "sampling", len(finished))
                 parts = await stack.enter_async_context(self.parts(seed))
                 runner = RolloutRunner(*parts, concurrency=settings.concurrency, **options)

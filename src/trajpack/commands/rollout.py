@@ -141,8 +141,8 @@ def _run_episodes(
     board, status = EpisodeBoard(total - len(finished), Console(stderr=True)), 0
 
     async def gather() -> None:
-        running = prepared.episodes(board.update, observers=observers, finished=finished)
-        async with running as stream:
+        options = {"on_progress": board.update, "observers": observers, "finished": finished}
+        async with prepared.episodes(**options) as stream:
             async for result in stream:
                 results.append(result)
                 if log is not None:

@@ -43,7 +43,7 @@ def test_episodes_give_a_result_for_each_sample(prepared: Rollout) -> None:
     seen: list[Progress] = []
 
     async def body() -> list[EpisodeResult]:
-        async with prepared.episodes(seen.append) as results:
+        async with prepared.episodes(on_progress=seen.append) as results:
             return [result async for result in results]
 
     results = asyncio.run(body())

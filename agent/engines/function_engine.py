@@ -9,7 +9,7 @@ from typing import Any, Self, TypeAlias
 
 import numpy as np
 
-from trajpack.agent.engines.serving import End, ServedEngine
+from trajpack.agent.engines.serving import ServedEngine
 from trajpack.agent.errors import GenerationError, MalformedResponseError, reason_of
 from trajpack.agent.protocols import GenerationOutput, GenerationRequest
 from trajpack.packing.conversion import INT32_MAX, as_ids, as_integer, as_logprobs, shown
@@ -57,8 +57,6 @@ class FunctionEngine(ServedEngine):
             raise TypeError(f"function must be an asynchronous function, got {shown(function)}")
         self._function = function
         self._version = 0
-        self._calls: set[asyncio.Timeout] = set()
-        self._ended = asyncio.Event()
         self.set_version(version)
 
     @property
@@ -80,40 +78,26 @@ class FunctionEngine(ServedEngine):
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        self._end_serving(End("the engine was shut down", has_left=True))
-        now = asyncio.get_running_loop().time()
-        for call in self._calls:
-            if not call.expired():
-                call.reschedule(now)
-        while self._calls:
-            self._ended.clear()
-            await self._ended.wait()
+        await self._shut_down()
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
         """Return the completion of one call, see `Engine.generate`."""
         qid, prompt_ids, sampling = request
         prompt_ids = list(prompt_ids)  # the function and the caller may change theirs
-        self._check_request(qid)
-        version, call = self._version, asyncio.timeout(None)
-        try:
-            async with call:
-                self._calls.add(call)
+        async with self._answering(qid):
+            version = self._version
+            try:
                 completion = await self._function(prompt_ids.copy(), sampling)
-        except GenerationError as error:
-            raise type(error)(qid, error.reason) from error
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            raise GenerationError(qid, "the engine's function was cancelled") from None
-        except Exception as error:
-            if call.expired() and self._end is not None:
-                raise self._end.as_error(qid) from None
-            reason = f"the engine's function failed: {reason_of(error)}"
-            raise GenerationError(qid, reason) from error
-        finally:
-            self._calls.discard(call)
-            self._ended.set()
+            except GenerationError as error:
+                raise type(error)(qid, error.reason) from error
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise
+                raise GenerationError(qid, "the engine's function was cancelled") from None
+            except Exception as error:
+                reason = f"the engine's function failed: {reason_of(error)}"
+                raise GenerationError(qid, reason) from error
         try:
             return _output(qid, prompt_ids, completion, version)
         except (TypeError, ValueError) as error:

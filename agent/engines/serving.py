@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from trajpack.agent.errors import EngineEndedError
@@ -15,9 +17,7 @@ class End:
     """Reason why an engine generates no more."""
 
     reason: str
-    """Text for a person to read."""
     cause: BaseException | None = None
-    """Exception behind it, if there was one."""
     has_left: bool = False
     """Whether the engine's context was left."""
 
@@ -31,13 +31,15 @@ class End:
 class ServedEngine(ABC):
     """Base of engines that serve requests within their context.
 
-    A subclass calls `_begin_serving` once it has been entered, and `_end_serving` when it was left
-    or has died.
+    A subclass calls `_begin_serving` once it has been entered, `_end_serving` when it has died and
+    `_shut_down` when it is left.
     """
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._end: End | None = None
+        self._calls: set[asyncio.Timeout] = set()  # requests in flight
+        self._call_ended = asyncio.Event()
 
     @abstractmethod
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
@@ -55,39 +57,47 @@ class ServedEngine(ABC):
             RuntimeError: If the engine has not been entered, was left, or was entered in another
                 event loop.
         """
-        check_entered(self, self._end, self._loop)
+        name, within = type(self).__name__, "within `async with engine:`"
+        if self._end is not None and self._end.has_left:
+            raise RuntimeError(f"the context of this {name} has ended: use a new one {within}")
+        if self._end is None and self._loop is None:
+            raise RuntimeError(f"this {name} has not been entered: use it {within}")
+        if self._loop is not None and self._loop is not asyncio.get_running_loop():
+            raise RuntimeError(f"this {name} was entered in another event loop: use it {within}")
 
     def _begin_serving(self) -> None:
         """Serve requests on this event loop."""
         self._loop = asyncio.get_running_loop()
 
-    def _end_serving(self, end: End) -> None:
-        """Refuse requests from now on; the first end counts."""
-        self._end = self._end or end
-
-    def _check_request(self, qid: str) -> None:
-        """Raise unless a request can be served.
-
-        Raises:
-            EngineEndedError: If the engine has died or was left.
-            RuntimeError: If it has not been entered, or in another event loop.
-        """
+    @asynccontextmanager
+    async def _answering(self, qid: str) -> AsyncIterator[None]:
+        """Serve one request; an `EngineEndedError` if the engine has ended, or ends meanwhile."""
         if self._end is not None:
             raise self._end.as_error(qid)
         self.check_serving()
+        call = asyncio.timeout(None)
+        try:
+            async with call:
+                self._calls.add(call)
+                yield
+        except Exception:
+            if call.expired() and self._end is not None:
+                raise self._end.as_error(qid) from self._end.cause
+            raise
+        finally:
+            self._calls.discard(call)
+            self._call_ended.set()
 
+    def _end_serving(self, end: End) -> None:
+        """End the requests in flight, and refuse later ones; the first end counts."""
+        self._end = self._end or end
+        for call in self._calls:
+            if not call.expired():
+                call.reschedule(0)
 
-def check_entered(engine: object, end: End | None, loop: asyncio.AbstractEventLoop | None) -> None:
-    """Raise if an engine is used outside of its context; one that died within it passes.
-
-    Raises:
-        RuntimeError: If the engine has not been entered, was left, or was entered in another event
-            loop than ``loop``.
-    """
-    name, within = type(engine).__name__, "within `async with engine:`"
-    if end is not None and end.has_left:
-        raise RuntimeError(f"the context of this {name} has ended: use a new one {within}")
-    if end is None and loop is None:
-        raise RuntimeError(f"this {name} has not been entered: use it {within}")
-    if loop is not None and loop is not asyncio.get_running_loop():
-        raise RuntimeError(f"this {name} was entered in another event loop: use it {within}")
+    async def _shut_down(self) -> None:
+        """End all requests, and wait for the last."""
+        self._end_serving(End("the engine was shut down", has_left=True))
+        while self._calls:
+            self._call_ended.clear()
+            await self._call_ended.wait()

@@ -4,52 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from trajpack.agent.protocols import SamplingParams
-from trajpack.packing.conversion import as_ids
+from trajpack.packing.conversion import as_ids, check_memory, shown
 
 _MIN_TEMPERATURE = 1e-5
 """Below it logits divided by the temperature may leave the range of float32."""
 
-_CANNOT_DO: tuple[tuple[str, object], ...] = (
-    ("n", 1),
-    ("n_samples", 1),
-    ("min_new_tokens", 0),
-    ("frequency_penalty", 0.0),
-    ("presence_penalty", 0.0),
-    ("repetition_penalty", 1.0),
-    ("min_p", 0.0),
-    ("ignore_eos", False),
-)
+_NOT_SUPPORTED: dict[str, object] = {
+    "n": 1,
+    "n_samples": 1,
+    "min_new_tokens": 0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_p": 0.0,
+    "ignore_eos": False,
+}
 """Fields of other libraries' sampling objects, with the only supported value."""
 
 
-def check_transformers() -> None:
-    """Raise `ImportError` if the batching of transformers has no seed and cannot be stopped."""
-    from transformers import __version__ as version
-
-    if tuple(map(int, version.split(".")[:2])) < (5, 15):
-        raise ImportError(f"TransformersEngine needs transformers 5.15 or later, got {version}")
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
+class Limits(NamedTuple):
     """Limits of a request."""
 
     vocabulary_size: int
     """Token ids are below it."""
-    capacity: int
-    """Key-value cache in tokens, shared by all requests in flight."""
-    max_positions: int | None = None
-    """Longest sequence the model has positions for; ``None`` if it does not say."""
-
-    @property
-    def max_request_tokens(self) -> int:
-        """Tokens of prompt and completion together, at most."""
-        return min(self.capacity, self.max_positions or self.capacity)
+    max_request_tokens: int
+    """Tokens of prompt and completion together, at most."""
 
 
 def read_sampling(sampling: Any, limits: Limits) -> SamplingParams:
@@ -60,10 +44,9 @@ def read_sampling(sampling: Any, limits: Limits) -> SamplingParams:
 
     Raises:
         AttributeError: If there is no ``max_new_tokens``.
-        TypeError: If a value is not a number.
-        ValueError: If a value is out of range, or the engine does not support it.
+        TypeError, ValueError: If a value is out of range, or the engine does not support it.
     """
-    for name, only in _CANNOT_DO:
+    for name, only in _NOT_SUPPORTED.items():
         value = getattr(sampling, name, only)
         if value != only and value:
             raise ValueError(f"{name}={value!r} cannot be honoured by this engine, only {only!r}")
@@ -86,9 +69,7 @@ def read_sampling(sampling: Any, limits: Limits) -> SamplingParams:
 
 
 def read_prompt(token_ids: Sequence[int], max_new_tokens: int, limits: Limits) -> list[int]:
-    """Return ``token_ids`` as a list of ints that is safe to hand to the model.
-
-    One request that breaks a limit would end the generation of all others.
+    """Return ``token_ids`` as a list of ints; one that breaks a limit would end all generation.
 
     Raises:
         TypeError: If they are not integers.
@@ -102,12 +83,9 @@ def read_prompt(token_ids: Sequence[int], max_new_tokens: int, limits: Limits) -
         raise ValueError(
             f"token id {largest} is out of vocabulary (0 to {limits.vocabulary_size - 1})"
         )
-    total = ids.size + max_new_tokens
-    asked = f"a prompt of {ids.size} tokens and {max_new_tokens} new ones"
-    if total > limits.capacity:
-        raise ValueError(f"{asked} do not fit the key-value cache of {limits.capacity} tokens")
-    if limits.max_positions is not None and total > limits.max_positions:
-        raise ValueError(f"{asked} exceed the {limits.max_positions} positions of the model")
+    if ids.size + max_new_tokens > limits.max_request_tokens:
+        asked = f"a prompt of {ids.size} tokens and {max_new_tokens} new ones"
+        raise ValueError(f"{asked} exceed the {limits.max_request_tokens} tokens of a request")
     prompt: list[int] = ids.tolist()
     return prompt
 
@@ -169,23 +147,12 @@ def build_batching(
 
 
 def read_limits(model: Any, batching: Any) -> Limits:
-    """Return the limits of requests to ``batching``."""
+    """Return the limits of requests to ``batching``: its cache and the model's positions."""
     options, config = batching.continuous_batching_config, model.config.get_text_config()
     page_size = options.page_size if hasattr(options, "page_size") else options.block_size
-    return Limits(
-        vocabulary_size=int(config.vocab_size),
-        capacity=int(batching.batch_processor.cache.num_blocks) * page_size,
-        max_positions=getattr(config, "max_position_embeddings", None),
-    )
-
-
-def read_eos(model: Any, eos_token_id: int | list[int] | None) -> frozenset[int]:
-    """Return the tokens that end a completion: as given, or else the model's own."""
-    holders = (model.generation_config, model.config.get_text_config())
-    for given in (eos_token_id, *(getattr(holder, "eos_token_id", None) for holder in holders)):
-        if given is not None:
-            return frozenset([given] if isinstance(given, int) else given)
-    return frozenset()
+    capacity = int(batching.batch_processor.cache.num_blocks) * page_size
+    positions = getattr(config, "max_position_embeddings", None)
+    return Limits(int(config.vocab_size), min(capacity, positions or capacity))
 
 
 def load_weights(
@@ -218,21 +185,18 @@ def load_weights(
 
 
 def _check_weight(name: str, weight: Any, own: torch.Tensor) -> None:
-    is_plain = (
+    is_dense = (
         isinstance(weight, torch.Tensor)
         and type(weight.detach()) is torch.Tensor  # no subclass, such as a sharded one
         and weight.layout is torch.strided
         and weight.device.type != "meta"
-        and not (weight.is_nested or weight.is_quantized or weight.is_complex())
-        and (weight.numel() == 0 or weight.untyped_storage().nbytes() > 0)
+        and not (weight.is_quantized or weight.is_complex())
     )
-    if not is_plain:
-        got = type(weight).__name__
-        if isinstance(weight, torch.Tensor):
-            got += f" of {weight.dtype} and {weight.layout} on {weight.device}"
-        raise TypeError(f"{name} must be a dense, real torch.Tensor with memory, got {got}")
+    if not is_dense:
+        raise TypeError(f"{name} must be a dense, real torch.Tensor, got {shown(weight)}")
     if weight.shape != own.shape:
         raise ValueError(f"{name} has shape {tuple(weight.shape)}, the model's {tuple(own.shape)}")
+    check_memory(weight)
     if not weight.detach().to(own.dtype).isfinite().all():
         raise ValueError(f"{name} must be finite in {own.dtype}")
 

@@ -80,14 +80,23 @@ class TransformersEngine(ServedEngine):
         version: int = 0,
     ) -> None:
         require("transformers")
-        batching.check_transformers()
+        from transformers import __version__ as installed
+
+        if tuple(map(int, installed.split(".")[:2])) < (5, 15):
+            needed = "TransformersEngine needs transformers 5.15 or later"
+            raise ImportError(f"{needed}, got {installed}")
         super().__init__()
         version = as_integer("version", version)
         if not 0 <= version <= INT32_MAX:
             raise ValueError(f"version must be in [0, {INT32_MAX}], got {version}")
         self._model: Any = model
         self._tokenizer = tokenizer
-        self._eos_token_ids = batching.read_eos(model, eos_token_id)
+        configs = (self._model.generation_config, self._model.config.get_text_config())
+        if eos_token_id is None:
+            defaults = (getattr(config, "eos_token_id", None) for config in configs)
+            eos_token_id = next((ids for ids in defaults if ids is not None), [])
+        ids = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id
+        self._eos_token_ids = frozenset(ids)
         self._build = partial(
             batching.build_batching,
             model,
@@ -105,7 +114,7 @@ class TransformersEngine(ServedEngine):
         self._generations: dict[str, _Generation] = {}
         self._request_numbers = itertools.count()
         self._batching: Any = None
-        self._watching: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None]
         self._limits: Any = None
 
     @property
@@ -132,37 +141,36 @@ class TransformersEngine(ServedEngine):
             RuntimeError: If the engine has not been entered.
         """
         qid, token_ids, sampling = request
-        self._check_request(qid)
-        limits = self._limits
-        try:
-            params = batching.read_sampling(sampling, limits)
-            prompt = batching.read_prompt(token_ids, params.max_new_tokens, limits)
-            if params.stop and self._tokenizer is None:
-                raise ValueError("stop: texts need the engine's tokenizer, and it has none")
-        except Exception as error:  # a request of any shape must leave the others alone
-            raise RequestRefusedError(qid, f"refused: {error}") from error
-        request_id = f"{next(self._request_numbers)}:{qid}"
-        ends = self._eos_token_ids.union(params.stop_token_ids)
-        done = asyncio.get_running_loop().create_future()
-        generation = _Generation(qid, prompt, done, ends, params.stop)
-        self._batching.register_result_handler(request_id, self._report)
-        # Dying batching drops the request; `_watch` then fails it, with the cause.
-        self._batching.add_request(
-            prompt,
-            request_id=request_id,
-            max_new_tokens=params.max_new_tokens,
-            eos_token_id=sorted(ends) or -1,
-            streaming=True,
-            **batching.processor_arguments(params, limits.vocabulary_size),
-        )
-        self._generations[request_id] = generation
-        try:
-            return await generation.done
-        finally:
-            del self._generations[request_id]
-            if generation.done.cancelled() or generation.has_stop_text:
-                self._batching.cancel_request(request_id)
-                self._batching.output_router.result_handlers.pop(request_id, None)
+        async with self._answering(qid):
+            try:
+                params = batching.read_sampling(sampling, self._limits)
+                prompt = batching.read_prompt(token_ids, params.max_new_tokens, self._limits)
+                if params.stop and self._tokenizer is None:
+                    raise ValueError("stop: texts need the engine's tokenizer, and it has none")
+            except Exception as error:  # a request of any shape must leave the others alone
+                raise RequestRefusedError(qid, f"refused: {error}") from error
+            request_id = f"{next(self._request_numbers)}:{qid}"
+            ends = self._eos_token_ids.union(params.stop_token_ids)
+            done: asyncio.Future[GenerationOutput] = asyncio.Future()
+            generation = _Generation(qid, prompt, done, ends, params.stop)
+            self._batching.register_result_handler(request_id, self._report)
+            # Dying batching drops the request; `_watch` then ends it, with the cause.
+            self._batching.add_request(
+                prompt,
+                request_id=request_id,
+                max_new_tokens=params.max_new_tokens,
+                eos_token_id=sorted(ends) or -1,
+                streaming=True,
+                **batching.processor_arguments(params, self._limits.vocabulary_size),
+            )
+            self._generations[request_id] = generation
+            try:
+                return await done
+            finally:
+                del self._generations[request_id]
+                if done.cancelled() or generation.has_stop_text:
+                    self._batching.cancel_request(request_id)
+                    self._batching.output_router.result_handlers.pop(request_id, None)
 
     async def update_weights(self, state_dict: Mapping[str, torch.Tensor], version: int) -> None:
         """Load new weights between two tokens; no request is lost.
@@ -198,14 +206,12 @@ class TransformersEngine(ServedEngine):
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        self._finish(End("the engine was shut down", has_left=True))
-        if self._watching is not None:
-            self._watching.cancel()
+        self._end_serving(End("the engine was shut down", has_left=True))
+        self._watching.cancel()
         try:
             await run_to_end(self._stop)
         finally:
-            if self._watching is not None and not self._watching.done():
-                await asyncio.wait({self._watching})
+            await asyncio.wait({self._watching})
 
     def _start(self) -> None:
         self._batching = self._build()
@@ -231,27 +237,17 @@ class TransformersEngine(ServedEngine):
             batching.load_weights(self._batching, self._model, state_dict, switch)
 
     async def _watch(self) -> None:
-        end = End("the engine's task was ended")
-        try:
-            while self._batching.is_running():
-                await asyncio.sleep(_WATCH_INTERVAL_S)
-                # Drops tokens that arrived after their request was cancelled.
-                while self._batching.get_result(timeout=0) is not None:
-                    pass
-            # Runs the callbacks that batching has scheduled before it ended.
-            await asyncio.sleep(0)
-            cause = self._batching.background_thread_status.fatal_error
-            _logger.error("generation has died: %s", one_line(repr(cause)))
-            end = End(f"generation has died: {cause!r}", cause)
-        finally:
-            self._finish(end)
-
-    def _finish(self, end: End) -> None:
-        """Fail the requests in flight, and refuse all later ones."""
-        self._end_serving(end)
-        assert self._end is not None
-        for generation in self._generations.values():
-            generation.fail(self._end.as_error(generation.qid))
+        """Notice the death of generation."""
+        while self._batching.is_running():
+            await asyncio.sleep(_WATCH_INTERVAL_S)
+            # Drops tokens that arrived after their request was cancelled.
+            while self._batching.get_result(timeout=0) is not None:
+                pass
+        # Runs the callbacks that batching has scheduled before it ended.
+        await asyncio.sleep(0)
+        cause = self._batching.background_thread_status.fatal_error
+        _logger.error("generation has died: %s", one_line(repr(cause)))
+        self._end_serving(End(f"generation has died: {cause!r}", cause))
 
     def _report(self, result: Any) -> None:
         """Take in all tokens that a request has so far; called for each token."""
@@ -259,7 +255,7 @@ class TransformersEngine(ServedEngine):
         if generation is None:
             return
         if result.error is not None:
-            # Dying batching reports an error for each request; `_watch` then fails them all.
+            # Dying batching reports an error for each request; `_watch` then ends them all.
             loop = asyncio.get_running_loop()
             loop.call_later(_WATCH_INTERVAL_S, self._fail, generation, result.error)
             return
@@ -273,7 +269,7 @@ class TransformersEngine(ServedEngine):
     def _fail(self, generation: _Generation, reason: str) -> None:
         """Fail one request, unless all have failed together."""
         if self._batching.background_thread_status.fatal_error is None:
-            generation.fail(GenerationError(generation.qid, f"generation failed: {reason}"))
+            generation.fail(f"generation failed: {reason}")
 
 
 @dataclass(eq=False)
@@ -314,8 +310,7 @@ class _Generation:
     def complete(self, ids: list[int], logprobs: list[float]) -> None:
         """Hand over all tokens."""
         if len(ids) != len(logprobs) or not ids:
-            reason = f"{len(ids)} tokens came with {len(logprobs)} log-probabilities"
-            return self.fail(GenerationError(self.qid, reason))
+            return self.fail(f"{len(ids)} tokens came with {len(logprobs)} log-probabilities")
         has_stopped = self.has_stop_text or ids[-1] in self.stop_token_ids
         if not self.done.done():
             self.done.set_result(
@@ -332,8 +327,8 @@ class _Generation:
                 )
             )
 
-    def fail(self, error: GenerationError) -> None:
+    def fail(self, reason: str) -> None:
         """End the request with an error, unless it has ended."""
         if not self.done.done():
-            self.done.set_exception(error)
+            self.done.set_exception(GenerationError(self.qid, reason))
             self.done.exception()  # a call that was just cancelled does not retrieve it

@@ -92,11 +92,11 @@ class Completion:
         """Return the reply; with ``marks_missing``, it says which log-probabilities are missing."""
         samples = self._responses
         fields: dict[str, Any] = {}
-        if masks := [one.sampling_mask for one in samples if one.sampling_mask is not None]:
+        if masks := [part.sampling_mask for part in samples if part.sampling_mask is not None]:
             fields["sampling_mask"] = concatenated(masks)
         if marks_missing:
-            fields["logprob_missing"] = np.concatenate([one.logprob_missing for one in samples])
-        if routes := [one.routed_experts for one in samples if one.routed_experts is not None]:
+            fields["logprob_missing"] = np.concatenate([part.logprob_missing for part in samples])
+        if routes := [part.routed_experts for part in samples if part.routed_experts is not None]:
             name, size = f"episode {self.qid!r}", len(self.token_ids)
             fields["routed_experts"] = routes_of_all(name, routes[-1], size)  # those of all tokens
         spans, start, end = merge_spans(self._spans, 0, 0)
@@ -104,8 +104,8 @@ class Completion:
         return GenerationOutput(
             qid=self.qid,
             prompt_ids=self.prompt,
-            output_ids=np.concatenate([one.output_ids for one in samples]),
-            output_logprobs=np.concatenate([one.output_logprobs for one in samples]),
+            output_ids=np.concatenate([part.output_ids for part in samples]),
+            output_logprobs=np.concatenate([part.output_logprobs for part in samples]),
             no_eos=not has_stopped,
             version_start=start,
             version_end=end,

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from trajpack.agent.engines.serving import End, ServedEngine
+from trajpack.agent.engines.serving import ServedEngine
 from trajpack.agent.errors import SetupError
 from trajpack.agent.servers.client import (
     Client,
@@ -30,8 +30,6 @@ _MAX_BYTES = 2**20
 _MAX_FAILURES = 3
 """Consecutive failures, other than of a connection, that take a server out of rotation."""
 _HEALTH_S = 10.0
-MAX_EPISODES = 2**16
-"""Episodes that are remembered: those that asked last."""
 
 
 class WeightUpdateError(RuntimeError):
@@ -72,12 +70,12 @@ class ServerFleet(ServedEngine):
         version: int = 0,
     ) -> None:
         super().__init__()
-        given = [urls] if isinstance(urls, str) else list(urls)
-        if not given:
-            raise ValueError("urls: expected the address of one server at least, got none")
         require("aiohttp", "msgspec", "stamina")
-        self._servers = [Server.parse(url, options.max_connections) for url in given]
-        if len({server.url for server in self._servers}) < len(given):
+        addresses = [urls] if isinstance(urls, str) else list(urls)
+        self._servers = [Server.parse(url, options.max_connections) for url in addresses]
+        if not addresses:
+            raise ValueError("urls: expected the address of one server at least, got none")
+        if len({server.url for server in self._servers}) < len(addresses):
             raise ValueError("urls: one server is named twice")
         if not 0 <= version <= INT32_MAX:
             raise ValueError(f"version must be in [0, {INT32_MAX}], got {version}")
@@ -91,8 +89,6 @@ class ServerFleet(ServedEngine):
         self._healthy = asyncio.Event()  # set when a server has become healthy
         self._updating = asyncio.Lock()
         self._watching: asyncio.Task[None] | None = None
-        self._deadlines: set[asyncio.Timeout] = set()  # of requests in flight
-        self._ended = asyncio.Event()  # set when one of them has ended
 
     @property
     def version(self) -> int:
@@ -193,16 +189,10 @@ class ServerFleet(ServedEngine):
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        self._end_serving(End("the engine was shut down", has_left=True))
-        for deadline in self._deadlines:
-            if not deadline.expired():
-                deadline.reschedule(0)
         if self._watching is not None:
             self._watching.cancel()
         try:
-            while self._deadlines:
-                self._ended.clear()
-                await self._ended.wait()
+            await self._shut_down()
         finally:
             if self._client is not None:
                 await self._client.close()
@@ -230,8 +220,8 @@ class ServerFleet(ServedEngine):
             finally:
                 server.num_in_flight -= 1
 
-    def _report_failure(self, server: Server, error: ExchangeError) -> None:
-        """Count a failure; take the server out of rotation after a lost connection or several."""
+    def _count_failure(self, server: Server, error: ExchangeError) -> None:
+        """Take the server out of rotation after a lost connection or several failures."""
         if server.is_healthy:  # the end of a server fails all of its requests, and counts once
             server.num_failures += 1
             if server.num_failures >= _MAX_FAILURES or isinstance(error, ConnectionLostError):

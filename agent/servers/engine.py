@@ -6,7 +6,6 @@ import asyncio
 import logging
 from abc import abstractmethod
 from collections.abc import Callable
-from functools import partial
 from typing import Any, ClassVar
 
 from trajpack.agent.engines.transformers_batching import Limits, read_prompt, read_sampling
@@ -28,13 +27,15 @@ from trajpack.agent.servers.client import (
     Server,
 )
 from trajpack.agent.servers.completion import Completion, is_number
-from trajpack.agent.servers.control import MAX_EPISODES, Episode, ServerFleet
-from trajpack.agent.servers.engine_response import EngineResponse, ResponseLimits
+from trajpack.agent.servers.control import Episode, ServerFleet
+from trajpack.agent.servers.engine_response import EngineResponse
 from trajpack.agent.servers.options import LogprobSemantics
 from trajpack.packing.conversion import INT32_MAX
 from trajpack.packing.text import one_line
 
 _logger = logging.getLogger(__name__)
+MAX_EPISODES = 2**16
+"""Episodes that are remembered: those that asked last."""
 _THREAD_BYTES = 128 * 1024
 """Size from which a body is parsed in a thread, so that the event loop serves others meanwhile."""
 _MAX_WAIT_S = 10.0
@@ -83,67 +84,54 @@ class ServerEngine(ServerFleet):
             EngineEndedError: If the engine was left.
             RuntimeError: If the engine has not been entered.
         """
-        qid = request[0]
-        self._check_request(qid)
-        episode = self._episodes[qid] = self._episodes.pop(qid, Episode())
-        if len(self._episodes) > MAX_EPISODES:
-            del self._episodes[next(iter(self._episodes))]
-        completion = self._read_request(GenerationRequest(*request), episode)
-        retries, limit_s = self._options.retries, self._options.time_limits.generation_s
-        deadline = asyncio.timeout(limit_s)
-        self._deadlines.add(deadline)
-        try:
-            async with deadline:
-                while not completion.is_complete:
-                    num_before = completion.num_tokens
-                    await self._extend(completion, episode)
-                    if completion.num_tokens == num_before:
-                        # interrupted at once: the servers may be about to change their weights
-                        await asyncio.sleep(retries.wait_initial_s)
-        except TimeoutError:
-            if self._end is not None:
-                raise self._end.as_error(qid) from None
-            reason = f"{completion.server}: no completion within {limit_s:g} s"
-            raise ServerUnavailableError(qid, reason) from None
-        except ExchangeError as error:
-            kinds = {RefusedError: RequestRefusedError, MalformedError: MalformedResponseError}
-            kind: type[GenerationError] = kinds.get(type(error), ServerUnavailableError)
-            raise kind(qid, one_line(error, _MAX_REASON)) from None
-        finally:
-            self._deadlines.discard(deadline)
-            self._ended.set()
-        return completion.to_output(marks_missing=self._options.missing_logprobs == "mark")
+        qid, token_ids, sampling = request
+        async with self._answering(qid):
+            try:
+                prompt, params = self._read_request(token_ids, sampling)
+            except Exception as error:
+                raise RequestRefusedError(qid, one_line(f"refused: {error}")) from error
+            episode = self._episodes[qid] = self._episodes.pop(qid, Episode())
+            if len(self._episodes) > MAX_EPISODES:
+                del self._episodes[next(iter(self._episodes))]
+            completion = Completion(qid, episode.num_requests, prompt, params)
+            episode.num_requests += 1
+            limit_s = self._options.time_limits.generation_s
+            try:
+                async with asyncio.timeout(limit_s):
+                    while not completion.is_complete:
+                        num_before = completion.num_tokens
+                        await self._extend(completion, episode)
+                        if completion.num_tokens == num_before:
+                            # interrupted at once: the servers may be about to change their weights
+                            await asyncio.sleep(self._options.retries.wait_initial_s)
+            except TimeoutError:
+                reason = f"{completion.server}: no completion within {limit_s:g} s"
+                raise ServerUnavailableError(qid, reason) from None
+            except ExchangeError as error:
+                kinds = {RefusedError: RequestRefusedError, MalformedError: MalformedResponseError}
+                kind: type[GenerationError] = kinds.get(type(error), ServerUnavailableError)
+                raise kind(qid, one_line(error, _MAX_REASON)) from None
+            return completion.to_output(marks_missing=self._options.missing_logprobs == "mark")
 
-    def _read_request(self, request: GenerationRequest, episode: Episode) -> Completion:
+    def _read_request(self, token_ids: Any, sampling: Any) -> tuple[list[int], SamplingParams]:
+        """Check a request, also that log-probabilities are those of what is sampled from."""
         options = self._options
         limits = Limits(
-            vocabulary_size=options.vocab_size or INT32_MAX + 1,
-            capacity=INT32_MAX,
-            max_positions=options.max_request_tokens,
+            options.vocab_size or INT32_MAX + 1, options.max_request_tokens or INT32_MAX
         )
-        try:
-            params = read_sampling(request.sampling, limits)
-            prompt = read_prompt(request.token_ids, params.max_new_tokens, limits)
-            if not options.allow_other_logprobs:
-                self._check_logprobs(params)
-        except Exception as error:
-            raise RequestRefusedError(request.qid, one_line(f"refused: {error}")) from error
-        number = episode.num_requests
-        episode.num_requests += 1
-        return Completion(request.qid, number, prompt, params)
-
-    def _check_logprobs(self, params: SamplingParams) -> None:
-        """Raise if log-probabilities would not be those of the distribution sampled from."""
-        is_raw = (self._options.logprobs or self._default_logprobs) == "raw"
+        params = read_sampling(sampling, limits)
+        prompt = read_prompt(token_ids, params.max_new_tokens, limits)
+        is_raw = (options.logprobs or self._default_logprobs) == "raw"
         has_filter = params.temperature and (params.top_p < 1 or params.top_k > 0)
+        reason = None
         if is_raw and params.temperature != 1:
-            given, theirs = f"temperature {params.temperature:g}", "of temperature 1"
+            reason = f"temperature {params.temperature:g}", "of temperature 1"
         elif has_filter and (is_raw or not self._filters_are_processed):
-            given, theirs = f"top_p {params.top_p:g} and top_k {params.top_k}", "without these"
-        else:
-            return
-        reason = f"{given}: the server's log-probabilities are those {theirs}"
-        raise ValueError(f"{reason} (allow_other_logprobs sends it anyway)")
+            reason = f"top_p {params.top_p:g} and top_k {params.top_k}", "without these"
+        if reason is not None and not options.allow_other_logprobs:
+            text = f"{reason[0]}: the server's log-probabilities are those {reason[1]}"
+            raise ValueError(f"{text} (allow_other_logprobs sends it anyway)")
+        return prompt, params
 
     async def _extend(self, completion: Completion, episode: Episode) -> None:
         """Append the sample of one request, sent again where that may help."""
@@ -170,24 +158,16 @@ class ServerEngine(ServerFleet):
                         if isinstance(error, RetryableError):
                             episode.server = None  # another server may succeed
                         if not error.is_innocent:
-                            self._report_failure(server, error)
+                            self._count_failure(server, error)
                         raise
                     server.num_failures = 0
 
     async def _sample(self, server: Server, completion: Completion) -> None:
         """Send the request for the missing tokens, parse the response and append its sample."""
-        options, params = self._options, completion.remaining
-        limits = ResponseLimits(
-            max_tokens=params.max_new_tokens,
-            vocab_size=options.vocab_size or INT32_MAX + 1,
-            max_bytes=options.max_response_bytes,
-            routed_experts=options.routed_experts,
-            stop=params.stop,
-        )
-        # a resumed request must not draw the same random numbers again
-        resumed = (completion.num_tokens,) if completion.num_tokens else ()
-        seed = options.seed
+        options, params, seed = self._options, completion.remaining, self._options.seed
         if seed is not None:
+            # a resumed request must not draw the same random numbers again
+            resumed = (completion.num_tokens,) if completion.num_tokens else ()
             seed = derive_seed(seed, completion.qid, completion.number, *resumed)
         declared, acknowledged = self._version, server.told_version
         had_fallen_back = server.has_fallen_back
@@ -200,12 +180,12 @@ class ServerEngine(ServerFleet):
                 raise
             server.has_fallen_back = True
             return await self._sample(server, completion)
-        read = partial(self._read, body, limits, missing_logprobs=options.missing_logprobs)
+        read = self._read
         try:
             if len(body) < _THREAD_BYTES:
-                response = read()
+                response = read(body, params, options)
             else:
-                response = await asyncio.get_running_loop().run_in_executor(None, read)
+                response = await asyncio.to_thread(read, body, params, options)
             names = [name for name, start, end in response.weight_versions or () if start < end]
             if acknowledged is not None and not all(map(is_number, names)):
                 server.is_behind = True

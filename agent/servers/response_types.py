@@ -19,18 +19,11 @@ class _Span(Struct, gc=False):
 class _Entry(Struct, gc=False):
     logprob: float | None
     token_id: int | None = None
-    token: str = ""
 
 
 class _Logprobs(Struct, gc=False):
     content: list[_Entry] | None = None
     token_logprobs: list[float | None] | None = None
-    tokens: list[str] | None = None
-
-
-class _Mask(Struct, gc=False):
-    token_ids: list[int]
-    offsets: list[int]
 
 
 class _Choice(Struct, gc=False):
@@ -39,13 +32,12 @@ class _Choice(Struct, gc=False):
     logprobs: _Logprobs
     prompt_token_ids: list[int] | None = None
     weight_versions: list[_Span] | None = None
-    sampling_mask: list[list[int]] | _Mask | None = None
+    sampling_mask: list[list[int]] | None = None
     routed_experts: str | None = None
 
 
 class _VLLMResponse(Struct, gc=False):
     choices: list[_Choice]
-    prompt_token_ids: list[int] | None = None
 
 
 class _Pair(Struct, array_like=True, gc=False):
@@ -63,7 +55,6 @@ class _Meta(Struct, gc=False):
     output_token_logprobs: list[_Pair]
     weight_version: str | None = None
     weight_versions: list[_Span] | None = None
-    sampling_mask: None = None
     routed_experts: str | None = None
 
 

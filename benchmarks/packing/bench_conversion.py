@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from trajpack.agent.servers.engine_response import ResponseLimits, read_vllm_response
+from trajpack.agent.protocols import SamplingParams
+from trajpack.agent.servers.engine_response import read_vllm_response
+from trajpack.agent.servers.options import ServerOptions
 from trajpack.packing.conversion import as_ids, as_logprobs
 
 NUM_VALUES = 2**20
@@ -224,7 +226,7 @@ def by_hand(body, parse):
 
 
 def with_trajpack(body):
-    response = read_vllm_response(body, ResponseLimits(2**20, VOCAB_SIZE))
+    response = read_vllm_response(body, SamplingParams(2**20), ServerOptions(vocab_size=VOCAB_SIZE))
     arrays = (response.prompt_ids, response.output_ids, response.output_logprobs)
     return tuple(part for part in arrays if part is not None)
 

@@ -198,8 +198,8 @@ REFUSED = {
     "negative": ([1, -1], SamplingParams(), "token ids must be 0 or more, got -1"),
     "unknown id": ([1, 384], SamplingParams(), "384 is out of vocabulary"),
     "huge id": ([2**70], SamplingParams(), "token ids"),
-    "too long": ([1] * 1000, SamplingParams(25), "cache of 1024 tokens"),
-    "too many": ([1], SamplingParams(1024), "cache of 1024 tokens"),
+    "too long": ([1] * 1000, SamplingParams(25), "exceed the 1024 tokens of a request"),
+    "too many": ([1], SamplingParams(1024), "exceed the 1024 tokens of a request"),
     "cold": ([1], SamplingParams(temperature=1e-9), "temperature"),
     "no length": ([1], SimpleNamespace(temperature=1.0), "max_new_tokens"),
     "endless": ([1], SimpleNamespace(max_new_tokens=math.inf), "infinity"),
@@ -302,9 +302,10 @@ def test_a_bad_update_changes_nothing() -> None:
         ({name: new[name] for name in new if name != last}, 4, ValueError, f"missing.*{last}"),
         ({**new, last: weight[:-1]}, 4, ValueError, r"\(383, 64\)"),
     ]
-    values = [weight.numpy(), None, 1.0, weight.to("meta"), weight.to_sparse(), freed]
+    values = [weight.numpy(), None, 1.0, weight.to("meta"), weight.to_sparse()]
     values += [weight.to(torch.complex64), torch.quantize_per_tensor(weight, 0.1, 0, torch.qint8)]
     bad += [({**new, last: value}, 4, TypeError, f"{last} must be a dense") for value in values]
+    bad.append(({**new, last: freed}, 4, ValueError, "memory was freed"))
     for value in (math.nan, math.inf, -1e300):
         wrong = weight.double()
         wrong[-1, -1] = value

@@ -13,14 +13,13 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from tests.agent.servers.loopback import encode, sglang_body
-from trajpack.agent.servers.engine_response import (
-    ResponseLimits,
-    read_sglang_response,
-    read_vllm_response,
-)
+from trajpack.agent.protocols import SamplingParams
+from trajpack.agent.servers.engine_response import read_sglang_response, read_vllm_response
+from trajpack.agent.servers.options import ServerOptions
 
 RECORDED = Path(__file__).parents[4] / "shared" / "contracts"
-LIMITS = ResponseLimits(max_tokens=64, vocab_size=1000)
+SAMPLING = SamplingParams(64)
+OPTIONS = ServerOptions(vocab_size=1000)
 IDS = [207, 129, 350]
 LOGPROBS = [-6.238356590270996, -5.727456569671631, -5.730677604675293]
 PROMPT = [369, 349, 198, 20, 21]
@@ -53,18 +52,11 @@ def completions(**changes: Any) -> dict[str, Any]:
     return {"object": "text_completion", "choices": [choice(**(defaults | changes))]}
 
 
-def chat(**changes: Any) -> dict[str, Any]:
-    """``/v1/chat/completions``: prompt ids at the top."""
-    content = [{"token": "é", "logprob": v, "bytes": [19], "top_logprobs": []} for v in LOGPROBS]
-    defaults = {"message": {"role": "assistant"}, "logprobs": {"content": content}}
-    return {"prompt_token_ids": PROMPT, "choices": [choice(**(defaults | changes))]}
-
-
 def read(response: Any) -> Any:
-    return read_vllm_response(encode(response), LIMITS)
+    return read_vllm_response(encode(response), SAMPLING, OPTIONS)
 
 
-@pytest.mark.parametrize("shape", [generate, completions, chat])
+@pytest.mark.parametrize("shape", [generate, completions])
 def test_each_shape_becomes_arrays(shape: Any) -> None:
     response = read(shape())
     assert response.output_ids.dtype == np.int32
@@ -84,11 +76,11 @@ def test_each_shape_becomes_arrays(shape: Any) -> None:
 @pytest.mark.skipif(not RECORDED.is_dir(), reason="the recorded responses are not here")
 @pytest.mark.parametrize(
     ("name", "num_tokens"),
-    [("inference_v1_generate", 3), ("v1_completions", 3), ("v1_chat_completions", 2)],
+    [("inference_v1_generate", 3), ("v1_completions", 3)],
 )
 def test_recorded_responses_are_read(name: str, num_tokens: int) -> None:
     body = (RECORDED / f"vllm_{name}.json").read_bytes()
-    response = read_vllm_response(body, LIMITS)
+    response = read_vllm_response(body, SAMPLING, OPTIONS)
     assert response.output_ids.tolist() == json.loads(body)["choices"][0]["token_ids"]
     assert response.output_logprobs.shape == (num_tokens,)
 
@@ -99,10 +91,9 @@ def test_odd_answers_that_are_well_are_read() -> None:
     response = read(generate(token_ids=[1, 2], logprobs={"token_logprobs": [0, -3]}))
     assert response.output_logprobs.tolist() == [0.0, -3.0]
     body = encode(completions(text="MARK")).replace(b"MARK", b"\xff\xfe")
-    assert read_vllm_response(body, LIMITS).output_ids.tolist() == IDS
+    assert read_vllm_response(body, SAMPLING, OPTIONS).output_ids.tolist() == IDS
     body = encode(completions(token_ids=[999, 0, 1]))
-    limits = ResponseLimits(max_tokens=3, vocab_size=1000, max_bytes=len(body))
-    assert read_vllm_response(body, limits).output_ids.tolist() == [999, 0, 1]
+    assert read_vllm_response(body, SamplingParams(3), OPTIONS).output_ids.tolist() == [999, 0, 1]
 
 
 def logprobs(*values: Any) -> dict[str, Any]:
@@ -117,27 +108,22 @@ def masks(*rows: Any) -> dict[str, Any]:
     return {"sampling_mask": [*rows]}
 
 
-def offsets(*ends: int) -> dict[str, Any]:
-    return {"sampling_mask": {"token_ids": [207, 129, 350], "offsets": [*ends]}}
-
-
 def npy(routes: Any) -> str:
     file = io.BytesIO()
     np.save(file, routes)
     return base64.b64encode(file.getvalue()).decode()
 
 
-def test_masks_and_routes_are_read_in_every_form() -> None:
-    routes = np.arange(42).reshape(7, 2, 3)
-    for shape in (generate, completions, chat):
-        for form in ([[5, 207], [], [350]], {"token_ids": [5, 207, 350], "offsets": [0, 2, 2, 3]}):
-            body = encode(shape(sampling_mask=form, routed_experts=npy(routes)))
-            found = read_vllm_response(body, replace(LIMITS, routed_experts=(2, 3)))
-            assert found.sampling_mask is not None
-            assert found.sampling_mask.cu.tolist() == [0, 2, 2, 3]
-            assert found.sampling_mask.values.tolist() == [5, 207, 350]
-            assert np.array_equal(found.routed_experts, routes)
-            assert read_vllm_response(body, LIMITS).routed_experts is None
+def test_masks_and_routes_are_read() -> None:
+    routes, asking = np.arange(42).reshape(7, 2, 3), replace(OPTIONS, routed_experts=(2, 3))
+    for shape in (generate, completions):
+        body = encode(shape(sampling_mask=[[5, 207], [], [350]], routed_experts=npy(routes)))
+        response = read_vllm_response(body, SAMPLING, asking)
+        assert response.sampling_mask is not None
+        assert response.sampling_mask.cu.tolist() == [0, 2, 2, 3]
+        assert response.sampling_mask.values.tolist() == [5, 207, 350]
+        assert np.array_equal(response.routed_experts, routes)
+        assert read_vllm_response(body, SAMPLING, OPTIONS).routed_experts is None
 
 
 @pytest.mark.parametrize(
@@ -156,9 +142,9 @@ def test_masks_and_routes_are_read_in_every_form() -> None:
     ],
 )
 def test_wrong_routes_are_refused(given: Any, message: str) -> None:
-    limits = replace(LIMITS, routed_experts=(2, 3))
+    asking = replace(OPTIONS, routed_experts=(2, 3))
     with pytest.raises(ValueError, match=f"vLLM response: .*{message}"):
-        read_vllm_response(encode(generate(routed_experts=given)), limits)
+        read_vllm_response(encode(generate(routed_experts=given)), SAMPLING, asking)
 
 
 GOOD = {"logprob": -0.5}
@@ -188,21 +174,17 @@ def test_a_missing_logprob_is_0_and_marked_or_refused(changes: Any, dialect: str
         answer["meta_info"]["output_token_logprobs"] = pairs
         body, read_body = encode(answer), read_sglang_response
     for how in ("zero", "mark"):
-        response = read_body(body, LIMITS, missing_logprobs=how)
+        response = read_body(body, SAMPLING, replace(OPTIONS, missing_logprobs=how))
         assert response.output_logprobs.tolist() == [-1.0, 0.0, -2.0]
         assert response.logprob_missing.tolist() == [False, True, False]
     with pytest.raises(ValueError, match=f"{dialect} response: expected {AT_1}"):
-        read_body(body, LIMITS, missing_logprobs="refuse")
+        read_body(body, SAMPLING, replace(OPTIONS, missing_logprobs="refuse"))
 
 
 def test_log_probabilities_are_of_the_tokens_beside_them() -> None:
-    for tokens in (
-        {"content": [{"logprob": -1, "token_id": i} for i in (207, 130, 350)]},
-        {"content": [{"logprob": -1, "token": f"token_id:{i}"} for i in (207, 130, 350)]},
-        {"token_logprobs": [-1] * 3, "tokens": ["token_id:207", "token_id:130", "token_id:350"]},
-    ):
-        with pytest.raises(ValueError, match="the token 129 at index 1 in logprobs, got 130"):
-            read(generate(logprobs=tokens))
+    tokens = {"content": [{"logprob": -1, "token_id": i} for i in (207, 130, 350)]}
+    with pytest.raises(ValueError, match="the token 129 at index 1 in logprobs, got 130"):
+        read(generate(logprobs=tokens))
 
 
 @pytest.mark.parametrize(
@@ -225,9 +207,6 @@ def test_log_probabilities_are_of_the_tokens_beside_them() -> None:
         (masks([207], [129]), "3 rows, one for each of token_ids in sampling_mask, got 2"),
         (masks([207], [129], [350, 1000]), "ids below 1000 in sampling_mask, got 1000 at index 3"),
         (masks([207], [129, -1], [350]), "sampling_mask must be 0 or more, got -1 at index 2"),
-        (offsets(0, 1, 3), "3 rows, one for each of token_ids in sampling_mask, got 2"),
-        (offsets(0, 1, 2, 4), "sampling_mask: cu must end at the 3 values, got 4"),
-        (offsets(0, 2, 1, 3), "sampling_mask: cu must grow from 0"),
     ],
 )
 def test_a_wrong_part_is_refused_by_name(changes: Any, message: str) -> None:
@@ -250,13 +229,12 @@ def test_a_wrong_part_is_refused_by_name(changes: Any, message: str) -> None:
             b'{"error": {"message": "Token id 21999 is out of vocabulary", "code": 400}}',
             'field `choices`, in {"error": {"message": "Token id 21999 is out of vocabulary"',
         ),
-        (b" " * (LIMITS.max_bytes + 1), f"at most {LIMITS.max_bytes} bytes in body, got 671088"),
     ],
-    ids=range(9),
+    ids=range(8),
 )
 def test_a_wrong_body_is_refused(body: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=r"^vLLM response: ") as caught:
-        read_vllm_response(body, LIMITS)
+        read_vllm_response(body, SAMPLING, OPTIONS)
     assert message in str(caught.value)
     assert len(str(caught.value)) < 700
 
@@ -296,7 +274,7 @@ PAIR = [-1, 5, None]
 )
 def test_a_wrong_part_of_sglangs_is_refused_by_name(body: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=r"^SGLang response: ") as caught:
-        read_sglang_response(body, LIMITS)
+        read_sglang_response(body, SAMPLING, OPTIONS)
     assert message in str(caught.value)
 
 
@@ -317,7 +295,6 @@ VALUES = st.recursive(
 )
 PLACES = [
     ("choices",),
-    ("prompt_token_ids",),
     ("choices", 0),
     *(("choices", 0, name) for name in completions()["choices"][0]),
     ("choices", 0, "weight_versions"),
@@ -333,7 +310,7 @@ PLACES = [
 
 @settings(max_examples=100, deadline=None)
 @given(
-    shape=st.sampled_from([generate, completions, chat]),
+    shape=st.sampled_from([generate, completions]),
     place=st.sampled_from(PLACES),
     value=VALUES,
     cut=st.one_of(st.none(), st.integers(0, 600)),
@@ -352,7 +329,7 @@ def test_any_body_is_read_as_it_says_or_refused(
         parent[place[-1]] = value
     body = encode(response)[:cut]
     try:
-        got = read_vllm_response(body, LIMITS)
+        got = read_vllm_response(body, SAMPLING, OPTIONS)
     except ValueError as error:
         assert str(error).startswith("vLLM response: ")  # noqa: PT017 - both outcomes are fine
         return
@@ -368,6 +345,5 @@ def test_any_body_is_read_as_it_says_or_refused(
     assert got.output_logprobs.tolist() == [float(np.float32(one or 0)) for one in wanted]
     assert np.isfinite(got.output_logprobs).all()
     assert got.finish_reason == said["finish_reason"]
-    prompt = said.get("prompt_token_ids")
-    prompt = json.loads(body).get("prompt_token_ids") if prompt is None else prompt
-    assert (None if got.prompt_ids is None else got.prompt_ids.tolist()) == prompt
+    prompt = None if got.prompt_ids is None else got.prompt_ids.tolist()
+    assert prompt == said.get("prompt_token_ids")

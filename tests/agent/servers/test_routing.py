@@ -160,7 +160,7 @@ async def test_counts_come_back_to_nothing_whatever_happens() -> None:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert [server.num_in_flight for server in engine._servers] == [0, 0]
-        assert engine._deadlines == set()
+        assert engine._calls == set()
 
 
 def test_the_episodes_of_a_dead_server_move_and_it_returns_when_it_is_well(

@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from tests.agent.servers.loopback import Answer, Asked, generate, options, serving
 from tests.packing.adapters.peers import find_peer
 from trajpack.agent.protocols import SamplingParams
-from trajpack.agent.servers.engine_response import ResponseLimits, read_sglang_response
+from trajpack.agent.servers.engine_response import read_sglang_response
 from trajpack.agent.servers.sglang import SGLangEngine
 
-LIMITS = ResponseLimits(max_tokens=64, vocab_size=1000)
+SAMPLING = SamplingParams(64)
 CONTROL_TYPES = {
     "/pause_generation": "PauseGenerationReqInput",
     "/continue_generation": "ContinueGenerationReqInput",
@@ -147,7 +147,7 @@ def test_responses_of_the_published_types_become_arrays(
     changes["weight_versions"] = [
         api.WeightVersionSpan(version=name, start=start, end=end) for name, start, end in spans
     ]
-    got = read_sglang_response(response(api, ids, finish_reason=finish, **changes), LIMITS)
+    got = read_sglang_response(response(api, ids, finish_reason=finish, **changes), SAMPLING)
     assert got.output_ids.tolist() == ids
     assert got.output_logprobs.tolist() == [np.float32(-0.25 * (k + 1)) for k in range(len(ids))]
     assert got.finish_reason == kind
@@ -158,5 +158,5 @@ def test_responses_of_the_published_types_become_arrays(
 
 
 def test_a_response_without_spans_has_one_version(api: ModuleType) -> None:
-    got = read_sglang_response(response(api, [5, 6], weight_versions=[]), LIMITS)
+    got = read_sglang_response(response(api, [5, 6], weight_versions=[]), SAMPLING)
     assert got.weight_versions == (("7", 0, 2),)

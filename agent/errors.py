@@ -106,13 +106,6 @@ def has_engine_ended(error: BaseException | None) -> bool:
     return any(isinstance(cause, EngineEndedError) for cause in causes)
 
 
-def end_of_program(error: BaseException) -> BaseException | None:
-    """Return the `KeyboardInterrupt` or `SystemExit` that an exception is or, as a group, holds."""
-    if isinstance(error, BaseExceptionGroup):
-        return next(filter(None, map(end_of_program, error.exceptions)), None)
-    return error if isinstance(error, KeyboardInterrupt | SystemExit) else None
-
-
 def causes_of(error: BaseException) -> Iterator[BaseException]:
     """Yield an exception, its chain of causes, and the members of groups among them."""
     todo, seen = [error], set[int]()

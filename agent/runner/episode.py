@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trajpack.agent.errors import (
     EnvironmentFailedError,
@@ -24,6 +23,7 @@ from trajpack.packing.types import Trajectory, Turn
 if TYPE_CHECKING:
     from trajpack.agent.runner.runner import RolloutRunner
 
+CountTurn: TypeAlias = Callable[[Turn], None]
 ENDS = KeyboardInterrupt, SystemExit, GeneratorExit
 """Exceptions that end the program or the coroutine, and not an episode alone."""
 
@@ -31,11 +31,8 @@ ENDS = KeyboardInterrupt, SystemExit, GeneratorExit
 class Attempt:
     """One attempt at an episode: what its agent asks."""
 
-    def __init__(
-        self, qid: str, runner: RolloutRunner, count_turn: Callable[[Turn], None] | None
-    ) -> None:
-        self.qid = qid
-        self.runner = runner
+    def __init__(self, qid: str, runner: RolloutRunner, count_turn: CountTurn | None) -> None:
+        self.qid, self.runner = qid, runner
         self.environment_errors: list[BaseException] = []
         """Exceptions that the environment raised."""
         self.num_requests = 0
@@ -76,11 +73,7 @@ class Attempt:
                     task.cancel()
 
     async def generate(self, token_ids: Sequence[int], sampling: Any = None) -> Turn:
-        """Ask the engine, once generation is not paused; see `Generate`.
-
-        Raises:
-            RuntimeError: If the attempt is over.
-        """
+        """Ask the engine, once generation is not paused; see `Generate`."""
         prompt_ids = checked_prompt(self.qid, token_ids)
         sampling = self.runner.sampling if sampling is None else sampling
         task = asyncio.current_task()
@@ -103,8 +96,7 @@ class Attempt:
         runner.silence.sign()
         runner.tell("generation_started", self.qid, number, prompt_ids.size)
         try:
-            with runner.gate.sending():
-                reply = await runner.gate.in_time(reply_of(runner.engine, request), timeout_s, late)
+            reply = await runner.gate.send(reply_of(runner.engine, request), timeout_s, late)
             turn = turn_of(self.qid, prompt_ids, reply)
         except EpisodeError as error:
             runner.tell("generation_ended", self.qid, number, error)
@@ -150,33 +142,31 @@ class ReportingEnvironment:
 
     async def reset(self, *values: Any, **named: Any) -> Any:
         """Start an episode."""
-        with self._calling():
-            return await self._environment.reset(*values, **named)
+        return await self._call(self._environment.reset, values, named)
 
     async def step(self, *values: Any, **named: Any) -> Any:
         """Take an action."""
-        attempt = self._attempt
-        error: BaseException | None = None
-        turn = max(attempt.num_requests - 1, 0)
-        attempt.runner.tell("verification_started", attempt.qid, turn)
+        qid, tell = self._attempt.qid, self._attempt.runner.tell
+        turn = max(self._attempt.num_requests - 1, 0)
+        tell("verification_started", qid, turn)
         try:
-            with self._calling():
-                return await self._environment.step(*values, **named)
-        except BaseException as raised:
-            error = raised
+            answer = await self._call(self._environment.step, values, named)
+        except BaseException as error:
+            tell("verification_ended", qid, turn, error)
             raise
-        finally:
-            attempt.runner.tell("verification_ended", attempt.qid, turn, error)
+        tell("verification_ended", qid, turn, None)
+        return answer
 
-    @contextmanager
-    def _calling(self) -> Iterator[None]:
+    async def _call(
+        self, method: Callable[..., Any], values: Sequence[Any], named: Mapping[str, Any]
+    ) -> Any:
         runner = self._attempt.runner
         runner.num_calls += 1
         runner.silence.sign()
         try:
-            yield
-        except BaseException as raised:
-            self._attempt.environment_errors.append(raised)
+            return await method(*values, **named)
+        except BaseException as error:
+            self._attempt.environment_errors.append(error)
             raise
         finally:
             runner.num_calls -= 1
@@ -196,11 +186,7 @@ def check_serving(engine: Engine) -> None:
 
 
 def coroutine_of(agent: Any) -> Callable[[Prompt, Any, Generate], Awaitable[Any]]:
-    """Return an agent's coroutine function: the agent, if it can be called, or its ``run``.
-
-    Raises:
-        TypeError: If it has neither.
-    """
+    """Return an agent's coroutine function: the agent, if it can be called, or its ``run``."""
     function: Callable[..., Any] | None = agent if callable(agent) else getattr(agent, "run", None)
     if not callable(function):
         raise TypeError(
@@ -241,14 +227,12 @@ def labelled(trajectories: Sequence[Trajectory], group: str) -> tuple[Trajectory
 
 
 async def attempt_episode(
-    runner: RolloutRunner, prompt: Prompt, *, count_turn: Callable[[Turn], None] | None = None
+    runner: RolloutRunner, prompt: Prompt, *, count_turn: CountTurn | None = None
 ) -> Sequence[Trajectory]:
     """Run the episode ``prompt.id`` once and return its trajectories, complete and checked.
 
-    Raises:
-        EpisodeError: On any failure, with the original exception as its cause.
-        asyncio.CancelledError: If the task is being cancelled.
-        KeyboardInterrupt: As `SystemExit` and `GeneratorExit`, these end the program.
+    Any failure is an `EpisodeError` with the original exception as its cause, but a cancellation of
+    the task itself and `ENDS`.
     """
     attempt = Attempt(prompt.id, runner, count_turn)
     timeout_s = runner.policy.episode_timeout_s

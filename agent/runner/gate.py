@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from trajpack.agent.errors import EpisodeError
@@ -59,12 +59,11 @@ class GenerationGate:
         while self._num_closings:
             await self._changed.wait()
 
-    @contextmanager
-    def sending(self) -> Iterator[None]:
-        """Count a request as in flight while the context lasts."""
+    async def send(self, request: Awaitable[T], seconds: float | None, late: EpisodeError) -> T:
+        """Return the reply to a request, see `in_time`, which is in flight until then."""
         self.num_in_flight += 1
         try:
-            yield
+            return await self.in_time(request, seconds, late)
         finally:
             self.num_in_flight -= 1
             self._tell()

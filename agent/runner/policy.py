@@ -55,12 +55,7 @@ class RetryPolicy:
         return attempts < self.max_attempts and cause in self.causes
 
     def wait_s(self, qid: str, attempts: int) -> float:
-        """Return the wait of an episode after ``attempts``, in seconds.
-
-        Example:
-            >>> 0.5 <= RetryPolicy(2, wait_initial_s=1.0).wait_s("q@0", attempts=1) <= 1.0
-            True
-        """
+        """Return the wait of an episode after ``attempts``, in seconds."""
         longest = min(self.wait_initial_s * 2.0 ** min(attempts - 1, 64), self.wait_max_s)
         return longest * (1 - derive_seed(attempts, "back off", qid) / 2**32)
 

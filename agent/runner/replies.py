@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trajpack.agent.errors import EpisodeError, MalformedResponseError
+from trajpack.agent.errors import EpisodeError, MalformedResponseError, reason_of
 from trajpack.agent.protocols import GenerationOutput
 from trajpack.packing.buffer.trajectory_arrays import TrajectoryArrays
 from trajpack.packing.conversion import as_ids, shown
@@ -19,15 +20,11 @@ _FEW = 256
 
 
 def checked_prompt(qid: str, token_ids: Any) -> npt.NDArray[np.int32]:
-    """Return the token ids of a request as an array.
-
-    Raises:
-        EpisodeError: If they are none.
-    """
+    """Return the token ids of a request as an array, or raise an `EpisodeError`."""
     try:
         prompt_ids = as_ids("token_ids", token_ids)
     except Exception as error:
-        raise EpisodeError(qid, f"the prompt was refused: {_text_of(error)}") from error
+        raise EpisodeError(qid, f"the prompt was refused: {reason_of(error)}") from error
     if not prompt_ids.size:
         raise EpisodeError(qid, "the prompt has no tokens")
     return prompt_ids
@@ -63,7 +60,7 @@ def turn_of(qid: str, prompt_ids: npt.NDArray[np.int32], reply: Any) -> Turn:
         )
         (checked,) = TrajectoryArrays.of([Trajectory(qid, [turn])]).trajectories()
     except Exception as error:
-        reason = f"the reply was refused: {_text_of(error)}"
+        reason = f"the reply was refused: {reason_of(error)}"
         raise MalformedResponseError(qid, reason) from error
     return replace(checked.turns[0], fields=reply.fields)
 
@@ -72,10 +69,6 @@ async def check_trajectories(trajectories: Any) -> None:
     """Check that a `TrajectoryBuffer` would take what an agent returned.
 
     Extra fields of turns are not looked at: which ones there must be is the buffer's to say.
-
-    Raises:
-        TypeError: If it is no list of trajectories, or a value in it is of the wrong kind.
-        ValueError: If a value in it is out of range, or lengths disagree.
     """
     if not isinstance(trajectories, list | tuple):
         kind = type(trajectories).__name__
@@ -90,12 +83,6 @@ async def check_trajectories(trajectories: Any) -> None:
                 raise TypeError(f"{where}: expected a Turn, got {type(turn).__name__}")
             num_turns += 1
     if num_turns > _FEW:
-        from anyio.to_thread import run_sync
-
-        await run_sync(TrajectoryArrays.of, trajectories)
+        await asyncio.to_thread(TrajectoryArrays.of, trajectories)
     else:
         TrajectoryArrays.of(trajectories)
-
-
-def _text_of(error: Exception) -> str:
-    return str(error) if isinstance(error, TypeError | ValueError) else repr(error)

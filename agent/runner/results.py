@@ -24,8 +24,7 @@ class EpisodeResult:
     Attributes:
         prompt: Prompt as given to the runner.
         trajectories: Trajectories that the agent returned; empty if the episode failed.
-        error: Failure of the episode, with the original exception as its cause; None if it
-            succeeded.
+        error: Failure of the episode, with the original exception as its cause, or None.
         sample: Index of this rollout among those of its prompt, from 0.
         attempts: Number of attempts; the result is that of the last one.
     """
@@ -40,12 +39,7 @@ class EpisodeResult:
 
     @property
     def qid(self) -> str:
-        """Name of the episode: ``prompt.id``, an at sign and the sample.
-
-        Example:
-            >>> EpisodeResult(Prompt("gsm8k-7", [1]), (), sample=2).qid
-            'gsm8k-7@2'
-        """
+        """Name of the episode: ``prompt.id``, an at sign and the sample."""
         return f"{self.prompt.id}@{self.sample}"
 
     @property
@@ -62,8 +56,7 @@ class GroupResult:
         prompt: Prompt as given to the runner.
         results: One result for each episode that was begun, failed ones included, by sample.
         rejected: Reason not to train on the group: ``failed`` if all episodes failed,
-            ``incomplete`` if some did, ``filtered:`` and a filter's reason. ``None`` if it was
-            accepted.
+            ``incomplete`` if some did, ``filtered:`` and a filter's reason; None if accepted.
     """
 
     prompt: Prompt
@@ -112,12 +105,7 @@ class Progress:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens sampled per second of the run.
-
-        Example:
-            >>> Progress(num_tokens=500, elapsed_s=2.0).tokens_per_s
-            250.0
-        """
+        """Tokens sampled per second of the run."""
         return self.num_tokens / self.elapsed_s if self.elapsed_s > 0 else 0.0
 
     def count_result(self, result: EpisodeResult) -> None:

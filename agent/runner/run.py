@@ -34,8 +34,6 @@ Outcome: TypeAlias = tuple[Trajectory, ...] | EpisodeError
 WEIGHTS = "weights newer than those of the last results (RolloutPolicy.staleness)"
 _VERSION_INTERVAL_S = 0.05
 """Seconds between looks at the engine's version, while episodes wait for newer weights."""
-_STARTED_AT_ONCE = 8
-"""Waits for a turn until other tasks of the event loop have theirs."""
 _END = object()
 """In place of a prompt, where there is no further one."""
 
@@ -108,8 +106,8 @@ class Run:
         """Results of episodes; None wakes the reader, for progress or at an end."""
         self._progress, self._began = Progress(), time.monotonic()
         self._outcome = OutcomeLog()
-        self._num_groups = self._num_waits = 0
-        """Groups under way, and waits for the turn of another one."""
+        self._num_groups = 0
+        """Groups under way."""
         self._is_stopping = self._is_cancelling = False
         self._failure: BaseException | None = None
         """Exception that ends the run."""
@@ -211,6 +209,7 @@ class Run:
                     self._runner.staleness.num_running += 1
                 for sample in samples:
                     self._open(group, sample)
+                await asyncio.sleep(0)  # they take their slots
 
     def _groups_of(self, prompt: Prompt, occurrence: int) -> Sequence[Sequence[int]]:
         """Return the samples of a prompt to start, by group; of a group, all or none."""
@@ -224,9 +223,6 @@ class Run:
     async def _wait_for_turn(self) -> None:
         """Wait until a group may begin, without taking what episodes under way may need."""
         runner = self._runner
-        self._num_waits += 1
-        if self._num_waits % _STARTED_AT_ONCE == 0:
-            await asyncio.sleep(0)
         while self._num_open >= 2 * runner.concurrency:
             self._has_room.clear()
             await self._has_room.wait()

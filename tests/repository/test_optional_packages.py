@@ -143,7 +143,6 @@ BEHIND = {
     "agent/blocking_work.py": "agent/runner/runner.py",
     "agent/runner/gate.py": "agent/runner/runner.py",
     "agent/runner/run.py": "agent/runner/runner.py",
-    "agent/runner/replies.py": "agent/runner/runner.py",
     "agent/environments/answer_worker.py": "agent/environments/math_verify.py",
     "agent/servers/client.py": "agent/servers/control.py",
     "agent/servers/engine.py": "agent/servers/control.py",

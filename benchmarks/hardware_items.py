@@ -46,7 +46,7 @@ from benchmarks.workloads import (
 from tests.gpu.checks import compared
 from tests.ptx.calls import RATES, SMALL, Drawn, every_call
 from trajpack import GRPO, TokenField, TrajectoryBuffer
-from trajpack.kernels import block_shapes, gae, launches, token_logprobs
+from trajpack.kernels import block_shapes, gae, launches
 from trajpack.kernels.corrections.importance_weights import Correction, importance_weights
 from trajpack.kernels.corrections.loss_weights import loss_weights
 from trajpack.kernels.reduce.whiten import whiten
@@ -230,13 +230,12 @@ def logprobs(setting: Setting) -> Iterator[Row]:
             "ours": partial(logprobs_job.ours, given, entropy=False),
             "dense": partial(logprobs_job.dense, given, entropy=False),
         }
-        if "keep_logits" in inspect.signature(token_logprobs).parameters:
-            tiles = partial(token_logprobs, *given, keep_logits=0)
-            results["nothing kept"] = lambda tiles=tiles: (tiles(),)
-        ways = {name: logprobs_job.with_gradients(given, one) for name, one in results.items()}
-        if "nothing kept" in ways:
-            pairs = zip(ways["ours"](), ways["nothing kept"](), strict=True)
-            yield {"rows": rows, "same bits": [torch.equal(*pair) for pair in pairs]}
+        trained = results | {
+            "nothing kept": partial(logprobs_job.nothing_kept, given, entropy=False)
+        }
+        ways = {name: logprobs_job.with_gradients(given, one) for name, one in trained.items()}
+        pairs = zip(ways["ours"](), ways["nothing kept"](), strict=True)
+        yield {"rows": rows, "same bits": [torch.equal(*pair) for pair in pairs]}
         ways["products"] = partial(logprobs_job.products, given)
         for name, way in ways.items():
             said = {"rows": rows, "pass": "both"}

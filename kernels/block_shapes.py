@@ -40,6 +40,8 @@ SHAPES = {
     "gather_fields_kernel": BlockShape(TILE, 128, most_registers=64),
     # 4 tokens a thread, field after field. 40 registers: 1,536 threads of an SM request 180 KB.
     "select_tokens_kernel": BlockShape(TILE, 256),
+    # A thread a group of up to 16 members, which stay in its registers.
+    "group_advantages_kernel, small": BlockShape(2048, 128),
     # A warp a group: sums need no barrier, and a group of up to 128 is one round of each pass.
     "group_advantages_kernel": BlockShape(128, 32),
     "group_advantages_kernel, long": BlockShape(2048, 256),
@@ -52,7 +54,8 @@ SHAPES = {
     # aims at 168 registers, and spills.
     "wide_scan": BlockShape(256, 32, most_registers=255),
     "scores_kernel": BlockShape(128, 128),  # one trajectory a thread, of a few turns
-    # A warp, so sums are shuffles. With the limit 20 warps of an SM request 46 KB; none spills.
+    # A warp, so sums are shuffles; of several tiles where there are many. With the limit 20 warps
+    # of an SM request 46 KB; none spills.
     "sum_slots_kernel": BlockShape(256, 32, most_registers=96),
     # Entries of many tokens, each often a slot of its own, which a warp takes one after another.
     "sum_slots_kernel, ends": BlockShape(32, 32),
@@ -60,7 +63,9 @@ SHAPES = {
     "weigh_kernel": BlockShape(1024, 256),
     # 4 tokens a thread: one store of 16 bytes. 40 registers: 1,536 threads of an SM request 30 KB.
     "loss_weights": BlockShape(1024, 256),
-    "spread_kernel": BlockShape(512, 32),  # 16 tokens a thread: less search for each
+    # 8 tokens a thread: less search for each. A device starts about one program in a clock, so
+    # one that moves 4 to 8 bytes a token has 1,024 tokens or more.
+    "spread_kernel": BlockShape(1024, 128),
     # 8 logits a thread: one load of 16 bytes where they have two bytes each.
     "logit_statistics": BlockShape(1024, 128),
     # 16 entries a thread: a program requests 20 KB. 128 threads take up to 234 registers. The
@@ -72,7 +77,11 @@ SHAPES = {
     for kernel in ("pad_kernel", "unpad_kernel")
     for size in (1, 2, 4, 8)
 }
-"""Shapes by kernel; ``"kernel on sm_100"`` is the shape for an architecture with one of its own."""
+"""Shapes by kernel; ``"kernel on sm_100"`` is the shape for an architecture with one of its own.
+
+A launch takes the shape of now after ``launch_on.cache_clear()``. Blocks of scans, of whitening and
+of weights are constants of their modules.
+"""
 
 
 def architecture_of(device: int) -> str:

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Triton kernel of sums over slots: numbers of tokens, and sums of their logarithmic ratios.
 
-A slot is a segment of tokens, or all segments of one owner. A warp reads a tile of tokens, takes
+A slot is a segment of tokens, or all segments of one owner. A warp reads tiles of tokens, takes
 the slots that it finds there one after another, and keeps the sums of a slot's part of the tile in
 a lane. It adds those of all lanes at once, by atomic additions of integers, which are exact in any
 order. So the sums of a slot depend on its tokens alone, and a slot may have any length.
@@ -21,6 +21,8 @@ from trajpack.kernels.corrections.slots import FAR, LOG_BOUND, UNIT, Places
 from trajpack.kernels.launches import cdiv, launch_on
 from trajpack.kernels.search_triton import find_segment, find_segments
 
+PROGRAMS = 8192
+"""Programs at most: a device starts about one in a clock."""
 LANES = 32
 """Slots of a tile that are added at once."""
 CELLS = 32
@@ -103,17 +105,15 @@ def _any(mark):
     return tl.max(mark.to(tl.int32), 0).to(tl.int64)
 
 
-@triton.jit(
-    do_not_specialize=["num_segments", "num_slots", "tokens", "clamps"],
-    do_not_specialize_on_alignment=["bounds", "owners"],
-)
-def sum_slots_kernel(
-    counts, logprobs, rollout_logprobs, bounds, ids, owners, num_segments, num_slots, cells,
-    tokens: tl.int64, clamps, LANES: tl.constexpr, CELLS: tl.constexpr, APART: tl.constexpr,
-    WORDS: tl.constexpr, TILE: tl.constexpr,
+@triton.jit
+def _add_tile(
+    counts, policies, places, cells, first, tokens, clamps,
+    LANES: tl.constexpr, CELLS: tl.constexpr, APART: tl.constexpr, WORDS: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile's tokens to their slots, and the slots that had none yet to a counter."""
-    first = tl.program_id(0).to(tl.int64) * TILE
+    """Add a tile's tokens to their slots, and return the number of slots that had none yet."""
+    logprobs, rollout_logprobs = policies
+    bounds, ids, owners, num_segments, num_slots = places
     lane = tl.arange(0, TILE)
     place = tl.max_contiguous(counts + first + lane, 4)
     count, segment, new, old = load_tokens(
@@ -173,6 +173,28 @@ def sum_slots_kernel(
                 tl.atomic_or(row, marks.to(tl.int64) << 32, mask=is_found, sem="relaxed")
         known = tl.atomic_add(row, founds.to(tl.int64), mask=is_found, sem="relaxed")
         num_new += tl.sum((is_found & ((known & 0xFFFFFFFF) == 0)).to(tl.int32), 0)
+    return num_new
+
+
+@triton.jit(
+    do_not_specialize=["num_segments", "num_slots", "tokens", "clamps"],
+    do_not_specialize_on_alignment=["bounds", "owners"],
+)
+def sum_slots_kernel(
+    counts, logprobs, rollout_logprobs, bounds, ids, owners, num_segments, num_slots, cells,
+    tokens: tl.int64, clamps, LANES: tl.constexpr, CELLS: tl.constexpr, APART: tl.constexpr,
+    WORDS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Add the tokens of tiles to their slots, and the slots that had none yet to a counter."""
+    policies = (logprobs, rollout_logprobs)
+    places = (bounds, ids, owners, num_segments, num_slots)
+    first = tl.program_id(0).to(tl.int64) * TILE
+    num_new = tl.full((), 0, tl.int64)
+    while first < tokens:
+        num_new += _add_tile(
+            counts, policies, places, cells, first, tokens, clamps, LANES, CELLS, APART, WORDS, TILE
+        )
+        first += tl.num_programs(0).to(tl.int64) * TILE
     cell = cells + tl.program_id(0) % CELLS * APART
     tl.atomic_add(cell, num_new, mask=num_new > 0, sem="relaxed")
 
@@ -195,14 +217,15 @@ def sum_slots(
 
     Every ``APART``-th counter is used; the number of slots is their sum. ``counts`` are a mask of
     tokens, or boundaries, see `Places`. ``words`` is 1, or `WORDS` where logarithms are summed. A
-    launch that fills zeros, and one with a warp for each tile.
+    launch that fills zeros, and one with a warp for each tile or several.
     """
     words, head = 1 if logprobs is None else WORDS, CELLS * APART
     numbers = torch.zeros(head + places.num_slots * words, dtype=torch.int64, device=counts.device)
     kernel = "sum_slots_kernel" + ", ends" * are_ends(places)
     launch, entries = launch_on(kernel, counts.get_device()), entries_of(counts, places)
+    programs = min(cdiv(entries, launch.block), PROGRAMS)
     launch(
-        sum_slots_kernel, cdiv(entries, launch.block), counts, logprobs, rollout_logprobs, *places,
+        sum_slots_kernel, programs, counts, logprobs, rollout_logprobs, *places,
         numbers, entries, int(clamps), LANES=LANES, CELLS=CELLS, APART=APART, WORDS=words,
         TILE=launch.block,
     )  # fmt: skip

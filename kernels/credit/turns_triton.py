@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from trajpack.kernels.launches import cdiv, launch_on
-from trajpack.kernels.runs import RUN_WIDTH, Run, in_tiles
+from trajpack.kernels.runs import RUN_WIDTH, Run
 from trajpack.kernels.search_triton import find_segment, find_segments
 
 ROW = tl.constexpr(RUN_WIDTH)
@@ -126,11 +126,12 @@ def spread_forward(
     ``rows`` are values, steps, index and others of `trajpack.kernels.credit.turns.spread`.
     """
     values, steps, index, others = rows
-    memory = torch.empty(in_tiles(num_tokens), dtype=torch.float32, device=runs.device)
-    second = torch.empty_like(memory) if others is not None else memory.new_empty(0)
     launch = launch_on("spread_kernel", runs.get_device())
+    tiles = cdiv(num_tokens, launch.block)
+    memory = torch.empty(tiles * launch.block, dtype=torch.float32, device=runs.device)
+    second = torch.empty_like(memory) if others is not None else memory.new_empty(0)
     launch(
-        spread_kernel, cdiv(num_tokens, launch.block), runs, values, steps, index, others, memory,
+        spread_kernel, tiles, runs, values, steps, index, others, memory,
         second, 1 if index is None else index.stride(0), runs.shape[0] - 1, num_tokens, weight,
         BLOCK=launch.block,
     )  # fmt: skip

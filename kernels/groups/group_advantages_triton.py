@@ -1,10 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Triton kernels of group statistics: a program a group, over its members in a given order.
+"""Triton kernels of group statistics: a program reads the members of its groups in a given order.
 
-Members stand in an order that puts those of one group next to each other. A program reads the
-members of its group in blocks: for their number and the lowest and highest score, for sums of the
-excess over the lowest, and to write them. A group of more than ``LONG`` members is left to a second
-launch of larger programs. Time is linear in the members, and the sums of a group depend on its
+Members stand in an order that puts those of one group next to each other. A program reads them in
+blocks: for their number and the lowest and highest score, for sums of the excess over the lowest,
+and to write them. Groups of up to ``SMALL`` members lie side by side in a program, which reads them
+once; a larger one has a program of its own, and one of more than ``LONG`` members a larger program,
+in launches of their own. Time is linear in the members, and the sums of a group depend on its
 members and their order alone.
 
 Every sum is over differences from the group's lowest score. For float32 scores of similar size
@@ -24,100 +25,125 @@ from trajpack.kernels.groups.group_advantages import Rule
 from trajpack.kernels.launches import cdiv, launch_on
 from trajpack.kernels.search_triton import find_segment, find_segments
 
+SMALL = 16
+"""Members up to which groups lie side by side."""
 LONG = 512
 """Members from which on a group is a larger program's."""
+SHARES = tl.constexpr(128)
+"""Parts of all groups whose members are added up at once."""
 COMPARED = 32
 """Members of a program that orders them by state, and of those that it compares them with."""
 
 
 @triton.jit
-def _load_block(order, scores, valid, at, end):
-    """Return the members at places, which exist and which count, and the scores of these."""
-    exists = at < end
-    member = tl.load(order + at, mask=exists, other=0)
-    counts = exists
-    if valid is not None:
-        counts = exists & (tl.load(valid + member, mask=exists, other=0) != 0)
-    score = tl.load(scores + member, mask=counts, other=0.0).to(tl.float64)
-    return member, exists, counts, score
+def _load_part(inputs, at, part, BLOCK: tl.constexpr):
+    """Return members of a block, which exist and which count, and the scores of these.
+
+    They are ``BLOCK`` members of one group, or one member of each of several.
+    """
+    order, scores, valid, begin, end, read = inputs
+    if len(read) > 0:
+        return read[part]
+    else:
+        place = begin + at + part
+        if BLOCK > 1:
+            place += tl.arange(0, BLOCK)
+        exists = place < end
+        member = tl.load(order + place, mask=exists, other=0)
+        counts = exists
+        if valid is not None:
+            counts = exists & (tl.load(valid + member, mask=exists, other=0) != 0)
+        score = tl.load(scores + member, mask=counts, other=0.0).to(tl.float64)
+        return member, exists, counts, score
 
 
 @triton.jit
-def _extremes(order, scores, valid, begin, end, BLOCK: tl.constexpr):
-    """Return the number of counted members, and their lowest and highest scores."""
-    infinity = float("inf")
-    counted = tl.zeros((BLOCK,), tl.int32)
-    low = tl.full((BLOCK,), infinity, tl.float64)
-    high = tl.full((BLOCK,), -infinity, tl.float64)
-    at = begin
-    while at < end:
-        _, _, counts, score = _load_block(order, scores, valid, at + tl.arange(0, BLOCK), end)
-        counted += counts.to(tl.int32)
-        low = tl.minimum(low, tl.where(counts, score, infinity))
-        high = tl.maximum(high, tl.where(counts, score, -infinity))
-        at += BLOCK
-    return tl.sum(counted, 0), tl.min(low, 0), tl.max(high, 0)
+def _sum(entries, BLOCK: tl.constexpr):
+    """Return the sum of the entries of one group, or an entry of each group as it is."""
+    if BLOCK > 1:
+        return tl.sum(entries, 0)
+    else:
+        return entries
+
+
+@triton.jit
+def _max(entries, BLOCK: tl.constexpr):
+    if BLOCK > 1:
+        return tl.max(entries, 0)
+    else:
+        return entries
+
+
+@triton.jit
+def _extremes(inputs, longest, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the number of counted members of each group, and their lowest and highest scores."""
+    number = inputs[3] * 0
+    low = number + tl.full((), float("inf"), tl.float64)
+    high = -low
+    at = 0
+    while at < longest:
+        for part in tl.static_range(PARTS):
+            _, _, counts, score = _load_part(inputs, at, part, BLOCK)
+            number += _sum(counts.to(tl.int32), BLOCK)
+            low = tl.minimum(low, -_max(tl.where(counts, -score, -float("inf")), BLOCK))
+            high = tl.maximum(high, _max(tl.where(counts, score, -float("inf")), BLOCK))
+        at += BLOCK * PARTS
+    return number, low, high
 
 
 @triton.jit
 def _sums(
-    order, scores, lengths, valid, begin, end, low, high,
-    BASELINE: tl.constexpr, BLOCK: tl.constexpr,
+    inputs, longest, lengths, low, high,
+    BASELINE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Return sum and sum of squares of the scores' excess over the lowest, and two more.
 
     These are sums of lengths and of lengths times excess, or for ``"second_best"`` the number of
     members with the highest score and the highest score below it.
     """
-    total = tl.zeros((BLOCK,), tl.float64)
-    square = tl.zeros((BLOCK,), tl.float64)
-    weight = tl.zeros((BLOCK,), tl.float64)
-    weighted = tl.zeros((BLOCK,), tl.float64)
-    below = tl.full((BLOCK,), -float("inf"), tl.float64)
-    at = begin
-    while at < end:
-        place = at + tl.arange(0, BLOCK)
-        member, _, counts, score = _load_block(order, scores, valid, place, end)
-        excess = tl.where(counts, score - low, 0.0)
-        total += excess
-        square += excess * excess
-        if BASELINE == "length_weighted":
-            length = tl.load(lengths + member, mask=counts, other=0).to(tl.float64)
-            weight += length
-            weighted += length * excess
-        elif BASELINE == "second_best":
-            best = counts & (score == high)
-            weight += best.to(tl.float64)
-            below = tl.maximum(below, tl.where(counts & (best == 0), score, -float("inf")))
-        at += BLOCK
+    total = tl.zeros_like(low)
+    square, one, other = total, total, total
     if BASELINE == "second_best":
-        return tl.sum(total, 0), tl.sum(square, 0), tl.sum(weight, 0), tl.max(below, 0)
-    else:
-        return tl.sum(total, 0), tl.sum(square, 0), tl.sum(weight, 0), tl.sum(weighted, 0)
+        other -= float("inf")
+    at = 0
+    while at < longest:
+        for part in tl.static_range(PARTS):
+            member, _, counts, score = _load_part(inputs, at, part, BLOCK)
+            excess = tl.where(counts, score - low, 0.0)
+            total += _sum(excess, BLOCK)
+            square += _sum(excess * excess, BLOCK)
+            if BASELINE == "length_weighted":
+                length = tl.load(lengths + member, mask=counts, other=0).to(tl.float64)
+                one += _sum(length, BLOCK)
+                other += _sum(length * excess, BLOCK)
+            elif BASELINE == "second_best":
+                best = counts & (score == high)
+                one += _sum(best.to(tl.float64), BLOCK)
+                below = tl.where(counts & (best == 0), score, -float("inf"))
+                other = tl.maximum(other, _max(below, BLOCK))
+        at += BLOCK * PARTS
+    return total, square, one, other
 
 
 @triton.jit
-def _squares_without_one(inputs, end_score, other_score, others, BLOCK: tl.constexpr):
+def _squares_without_one(
+    inputs, longest, end_score, other_score, others, PARTS: tl.constexpr, BLOCK: tl.constexpr
+):
     """Return Σ(score - mean)² without one member whose score is ``end_score``."""
-    order, scores, valid, begin, end = inputs
-    at_end = tl.zeros((BLOCK,), tl.int32)
-    distance = tl.zeros((BLOCK,), tl.float64)
-    square = tl.zeros((BLOCK,), tl.float64)
-    at = begin
-    while at < end:
-        place = at + tl.arange(0, BLOCK)
-        _, _, counts, score = _load_block(order, scores, valid, place, end)
-        stays = counts & (score != end_score)
-        at_end += (counts & (score == end_score)).to(tl.int32)
-        far = tl.where(stays, score - other_score, 0.0)
-        distance += far
-        square += far * far
-        at += BLOCK
+    distance = tl.zeros_like(others)
+    square, more = distance, distance - 1.0  # and the members at this end that stay
+    at = 0
+    while at < longest:
+        for part in tl.static_range(PARTS):
+            _, _, counts, score = _load_part(inputs, at, part, BLOCK)
+            more += _sum((counts & (score == end_score)).to(tl.float64), BLOCK)
+            far = tl.where(counts & (score != end_score), score - other_score, 0.0)
+            distance += _sum(far, BLOCK)
+            square += _sum(far * far, BLOCK)
+        at += BLOCK * PARTS
     width = tl.where(others > 0, end_score - other_score, 0.0)
-    more = tl.sum(at_end, 0).to(tl.float64) - 1.0  # members at this end that stay
-    total = tl.sum(distance, 0) + more * width
-    squares = tl.sum(square, 0) + more * width * width
-    return squares - total * total / tl.maximum(others, 1.0)
+    total = distance + more * width
+    return square + more * width * width - total * total / tl.maximum(others, 1.0)
 
 
 @triton.jit
@@ -135,31 +161,45 @@ def _members_by_nonzero(shares, num_parts, BLOCK: tl.constexpr):
     return tl.sum(counted, 0).to(tl.float64) / most.to(tl.float64)
 
 
-@triton.jit(do_not_specialize=["stride", "least", "most", "num_parts", "ddof", "raw"])
+@triton.jit(do_not_specialize=["stride", "num_groups", "least", "most", "num_parts", "ddof", "raw"])
 def group_advantages_kernel(  # noqa: C901, PLR0912 - branches of the compiler
-    scores, order, segments, lengths, valid, shares, advantages, stride, least, most, num_parts,
-    ddof, eps: tl.float64, raw,
-    BASELINE: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
+    scores, order, segments, lengths, valid, shares, advantages, stride, num_groups, least, most,
+    num_parts, ddof, eps: tl.float64, raw,
+    BASELINE: tl.constexpr, SCALE: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the advantages of a group of ``least`` to ``most`` members, as the reference has them.
+    """Write the advantages of groups of ``least`` to ``most`` members, as the reference has them.
 
     The baseline is ``shift + center``.
     """
-    bounds = segments + tl.program_id(0) * stride
-    begin = tl.load(bounds)
-    end = tl.load(bounds + 1)
-    if (end < begin) & (least == 0):  # a member of no group
-        tl.store(advantages + tl.load(order + begin), 0.0)
-    elif (end > begin) & (end - begin >= least) & (end - begin <= most):
-        number, low, high = _extremes(order, scores, valid, begin, end, BLOCK)
+    group = tl.program_id(0)
+    if GROUPS > 1:
+        group = group * GROUPS + tl.arange(0, GROUPS)
+    bounds = segments + group.to(tl.int64) * stride
+    begin = tl.load(bounds, mask=group < num_groups, other=0)
+    end = tl.load(bounds + 1, mask=group < num_groups, other=0)
+    of_none = (end < begin) & (least == 0)  # a member of no group
+    tl.store(advantages + tl.load(order + begin, mask=of_none, other=0), 0.0, mask=of_none)
+    end = tl.where((end - begin >= least) & (end - begin <= most), end, begin)
+    longest = end - begin
+    if GROUPS > 1:
+        longest = tl.max(longest, 0)
+    if longest > 0:
+        inputs = (order, scores, valid, begin, end, ())
+        if GROUPS > 1:
+            read = ()
+            for part in tl.static_range(PARTS):
+                read = read + (_load_part(inputs, 0, part, BLOCK),)
+            inputs = (order, scores, valid, begin, end, read)
+        number, low, high = _extremes(inputs, longest, PARTS, BLOCK)
         low = tl.where(number > 0, low, 0.0)
         count = number.to(tl.float64)
         total, square, one, other = _sums(
-            order, scores, lengths, valid, begin, end, low, high, BASELINE, BLOCK
+            inputs, longest, lengths, low, high, BASELINE, PARTS, BLOCK
         )
         by_nonzero = tl.full((), 1.0, tl.float64)
         if SCALE == "nonzero":
-            by_nonzero = _members_by_nonzero(shares, num_parts, BLOCK)
+            by_nonzero = _members_by_nonzero(shares, num_parts, SHARES)
         mean = total / tl.maximum(count, 1.0)
         shift = low
         center = mean
@@ -194,9 +234,8 @@ def group_advantages_kernel(  # noqa: C901, PLR0912 - branches of the compiler
             level = low + mean + eps
             factor = 1.0 / tl.where(level == 0, 1.0, level)
         elif SCALE == "leave_one_out_std":
-            inputs = order, scores, valid, begin, end
-            of_low = _squares_without_one(inputs, low, high, others, BLOCK)
-            of_high = _squares_without_one(inputs, high, low, others, BLOCK)
+            of_low = _squares_without_one(inputs, longest, low, high, others, PARTS, BLOCK)
+            of_high = _squares_without_one(inputs, longest, high, low, others, PARTS, BLOCK)
             degrees = others - ddof
             share_of_one = tl.where(degrees > 0, 1.0 / tl.maximum(degrees, 1.0), 0.0)
         factor = factor * stretch
@@ -205,23 +244,24 @@ def group_advantages_kernel(  # noqa: C901, PLR0912 - branches of the compiler
         factor = tl.where(alone, raw * by_nonzero, factor) + (total - total)
         shift = tl.where(alone, 0.0, shift)
         center = tl.where(alone, 0.0, center)
-        at = begin
-        while at < end:
-            place = at + tl.arange(0, BLOCK)
-            member, exists, counts, score = _load_block(order, scores, valid, place, end)
-            excess = score - shift - center
-            advantage = excess * factor
-            if SCALE == "leave_one_out_std":
-                rest = squares - excess * excess * (count / tl.maximum(others, 1.0))
-                rest = tl.where(score == low, of_low, rest)
-                rest = tl.where(score == high, of_high, rest)
-                variance = tl.where(rest > 0, rest, 0.0) * share_of_one
-                advantage = advantage / tl.where(variance > 0, tl.sqrt(variance) + eps, 1.0)
-            if BASELINE == "second_best":
-                advantage = tl.where((advantage < 0) & (alone == 0), 0.0, advantage)
-            advantage = tl.where(counts, advantage, 0.0) + 0.0  # no -0
-            tl.store(advantages + member, advantage.to(tl.float32), mask=exists)
-            at += BLOCK
+        at = 0
+        while at < longest:
+            for part in tl.static_range(PARTS):
+                member, exists, counts, score = _load_part(inputs, at, part, BLOCK)
+                excess = score - shift - center
+                advantage = excess * factor
+                if SCALE == "leave_one_out_std":
+                    own = excess * excess * (count / tl.maximum(others, 1.0))
+                    rest = squares - own
+                    rest = tl.where(score == low, of_low, rest)
+                    rest = tl.where(score == high, of_high, rest)
+                    variance = tl.where(rest > 0, rest, 0.0) * share_of_one
+                    advantage = advantage / tl.where(variance > 0, tl.sqrt(variance) + eps, 1.0)
+                if BASELINE == "second_best":
+                    advantage = tl.where((advantage < 0) & (alone == 0), 0.0, advantage)
+                advantage = tl.where(counts, advantage, 0.0) + 0.0  # no -0
+                tl.store(advantages + member, advantage.to(tl.float32), mask=exists)
+            at += BLOCK * PARTS
 
 
 def group_advantages_forward(
@@ -235,7 +275,7 @@ def group_advantages_forward(
     shares: torch.Tensor | None = None,
     longest: int | None = None,
 ) -> torch.Tensor:
-    """Launch a program for each group, and larger ones where one may be long.
+    """Launch programs for small groups, and for each of the larger ones where there may be any.
 
     Members of no group get 0: where ``longest`` is not known, boundaries may leave some out.
     """
@@ -246,15 +286,21 @@ def group_advantages_forward(
         return advantages
     mask, raw = None if valid is None else valid.view(torch.uint8), int(rule.singleton == "raw")
     num_parts = 0 if shares is None else shares.numel() // 2
-    sizes = [("group_advantages_kernel", 0, LONG)]
-    if (members if longest is None else min(longest, members)) > LONG:
-        sizes.append(("group_advantages_kernel, long", LONG + 1, 2**31 - 1))
-    for kernel, least, most in sizes:
-        launch = launch_on(kernel, scores.get_device())
+    longest = members if longest is None else min(longest, members)
+    kernel = "group_advantages_kernel"
+    for shape, least, most in (
+        (f"{kernel}, small", 0, SMALL), (kernel, SMALL + 1, LONG),
+        (f"{kernel}, long", LONG + 1, 2**31 - 1),
+    ):  # fmt: skip
+        if longest < least:
+            break
+        launch = launch_on(shape, scores.get_device())
+        groups, parts, block = (1, 1, launch.block) if least else (launch.block // SMALL, SMALL, 1)
         launch(
-            group_advantages_kernel, num_groups, scores, order, segments, lengths, mask, shares,
-            advantages, segments.ndim, least, most, num_parts, rule.ddof, rule.eps, raw,
-            BASELINE=rule.baseline, SCALE=rule.scale, BLOCK=launch.block,
+            group_advantages_kernel, cdiv(num_groups, groups), scores, order, segments, lengths,
+            mask, shares, advantages, segments.ndim, num_groups, least, most, num_parts, rule.ddof,
+            rule.eps, raw, BASELINE=rule.baseline, SCALE=rule.scale, GROUPS=groups,
+            PARTS=parts, BLOCK=block,
         )  # fmt: skip
     return advantages
 
@@ -280,8 +326,8 @@ def order_kernel(
     stop = tl.load(cu_groups + high + 1)
     while at < stop:
         other = at + tl.arange(0, COMPARED)
-        compared = tl.load(states + tl.load(order + other, mask=other < stop, other=0))[:, None]
-        other = other[:, None]
+        compared = tl.load(states + tl.load(order + other, mask=other < stop, other=0))[None, :]
+        other = other[None, :]
         is_near = (other >= begin[None, :]) & (other < end[None, :])
         same = is_near & (compared == state[None, :])
         fewer += tl.sum((is_near & (compared < state[None, :])).to(tl.int32), 0)

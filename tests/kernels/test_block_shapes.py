@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
+from tests.ptx.calls import Drawn, counted_calls
+from tests.ptx.executor import on_executor
 from trajpack.kernels import block_shapes, launches
 from trajpack.kernels.block_shapes import DEFAULT, SHAPES, BlockShape, block_shape
 from trajpack.kernels.launches import launch_on
@@ -74,6 +77,38 @@ def test_waves_are_wider_than_warps_and_have_no_limit_of_registers(on_architectu
         "gfx942": {"num_warps": 4, "enable_fp_fusion": False},
         "gfx1100": {"num_warps": 8, "enable_fp_fusion": False},
     }
+
+
+@pytest.mark.parametrize(
+    ("kernel", "shape"),
+    [
+        ("spread_kernel", BlockShape(512, 32)),
+        ("spread_kernel", BlockShape(2048, 128)),
+        ("group_advantages_kernel, small", BlockShape(512, 32)),
+        ("sum_slots_kernel", BlockShape(512, 64)),
+    ],
+)
+def test_a_shape_that_is_set_is_launched_and_changes_no_bit(
+    monkeypatch: pytest.MonkeyPatch, kernel: str, shape: BlockShape
+) -> None:
+    """So a process can time several shapes in turn."""
+    calls = dict(counted_calls(Drawn(np.array([3, 1, 40, 2500] * 20))))
+
+    def results() -> list[tuple[int, torch.Tensor]]:
+        found = []
+        for name in ("GRPO", "loss_weights"):
+            with on_executor(counts=True) as executor:
+                result = calls[name]("triton")
+            programs = sum(report.programs for report in executor.reports.values())
+            found.append((programs, getattr(result, "advantages", result)))
+        return found
+
+    before = results()
+    monkeypatch.setitem(SHAPES, kernel, shape)
+    after = results()
+    assert [programs for programs, _ in before] != [programs for programs, _ in after]
+    for (_, expected), (_, found) in zip(before, after, strict=True):
+        assert torch.equal(found, expected)
 
 
 def test_a_device_is_asked_for_its_architecture_once(monkeypatch) -> None:

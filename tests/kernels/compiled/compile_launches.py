@@ -60,6 +60,7 @@ DEMANDING = {
         "mean by std, valid",
         "second_best by std",
         "leave_one_out by leave_one_out_std, valid",
+        "mean by std, valid, a warp each",
         "mean by std, valid, long",
     },
     "order_forward": {"int64"},
@@ -308,6 +309,7 @@ def launches_of_groups(scores: torch.Tensor) -> Launches:
 
     yield "mean by std", launch("mean", "std", small)
     yield "mean by std, valid", launch("mean", "std", small, valid=valid)
+    yield "mean by std, valid, a warp each", launch("mean", "std", small, LONG, valid=valid)
     yield "mean by std, valid, long", launch("mean", "std", small, LONG + 1, valid=valid)
     yield "length_weighted", launch("length_weighted", "none", ids, lengths=ids)
     yield "second_best by std", launch("second_best", "std", ids)

@@ -35,7 +35,7 @@ KERNELS = {
     "unpad_kernel": Bounds(15, 128, 168),  # four blocks; three waves
     "effects_kernel": Bounds(10, 232, 256),  # eight blocks of 32 threads; two waves
     "scan_kernel": Bounds(20, 255, 256),  # eight blocks of 32 threads; two waves
-    "group_advantages_kernel": Bounds(8, 128, 128),  # a block of 32 threads each
+    "group_advantages_kernel": Bounds(9, 224, 256),  # two blocks of 128 threads; two waves
     "order_kernel": Bounds(2, 128, 128),  # a block of 32 threads for 32 members
     "moments_kernel": Bounds(4, 168, 240),  # a block of 256 threads requests 20 KB; two waves
     "whiten_kernel": Bounds(8, 168, 128),  # with moments of its own, of one block; else 80
@@ -43,7 +43,7 @@ KERNELS = {
     "weigh_kernel": Bounds(6, 128, 128),  # two blocks of 256 threads; four waves
     "merge_kernel": Bounds(2, 128, 128),
     "share_kernel": Bounds(5, 64, 72),
-    "spread_kernel": Bounds(4, 72, 64),  # a warp, or 28 of them on an SM
+    "spread_kernel": Bounds(4, 64, 64),  # eight blocks of 128 threads
     "scores_kernel": Bounds(3, 40, 40),  # an SM is full
     "fold_kernel": Bounds(8, 128, 128),  # four blocks of 128 threads
     "slope_kernel": Bounds(8, 128, 128),

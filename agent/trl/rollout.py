@@ -104,15 +104,9 @@ class TRLRollout:
             EpisodeError: If an episode failed and that is to raise, or the engine ended.
         """
         self._check_trainer(trainer)
-        ids: dict[str, Sequence[int]] = {}
-        asked: list[Prompt] = []
-        for prompt in prompts:
-            if (question := self._by_text.get(text_of(prompt))) is None:
-                raise ValueError(f"a trainer's prompt is none of the questions: {prompt!r:.200}")
-            if question.id not in ids:
-                ids[question.id] = self._prompt_ids(question, prompt, trainer)
-            asked.append(Prompt(question.id, ids[question.id], task_id=question.task_id))
-        results = self._generate(asked, trainer)
+        by_text = {text_of(prompt): prompt for prompt in prompts}
+        asked = {text: self._ask(text, prompt, trainer) for text, prompt in by_text.items()}
+        results = self._generate([asked[text_of(prompt)] for prompt in prompts], trainer)
         sequences = rows_of_episodes([result.trajectories for result in results])
         rows = [
             self._choose_row(result, of_episode, trainer)
@@ -126,20 +120,23 @@ class TRLRollout:
             "episode_turns": [len(result.turns) for result in results],
         }
 
-    def _prompt_ids(self, question: Question, prompt: Any, trainer: GRPOTrainer) -> Sequence[int]:
+    def _ask(self, text: str, prompt: Any, trainer: GRPOTrainer) -> Prompt:
         """Encode a prompt as the agent does, or else as TRL does when it generates by itself."""
+        if (question := self._by_text.get(text)) is None:
+            raise ValueError(f"a trainer's prompt is none of the questions: {prompt!r:.200}")
         if hasattr(self.agent, "prompt_ids"):
-            ids: Sequence[int] = self.agent.prompt_ids([*map(dict, question.messages)])
-            return ids
-        tokenizer = trainer.processing_class
-        if isinstance(prompt, str):
-            return list(tokenizer(text=prompt)["input_ids"])
-        options = {"chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
-        return list(
-            tokenizer.apply_chat_template(
-                prompt, add_generation_prompt=True, return_dict=False, **options
+            ids = self.agent.prompt_ids([dict(message) for message in question.messages])
+        elif isinstance(prompt, str):
+            ids = trainer.processing_class(text=prompt)["input_ids"]
+        else:
+            ids = trainer.processing_class.apply_chat_template(
+                prompt,
+                chat_template=trainer.chat_template,
+                add_generation_prompt=True,
+                return_dict=False,
+                **trainer.chat_template_kwargs,
             )
-        )
+        return Prompt(question.id, list(ids), task_id=question.task_id)
 
     def _generate(self, prompts: Sequence[Prompt], trainer: GRPOTrainer) -> list[EpisodeResult]:
         require("trl")

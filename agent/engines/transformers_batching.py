@@ -140,8 +140,11 @@ def build_batching(
         generation_config=GenerationConfig(do_sample=True, eos_token_id=eos, **placeholders),
         continuous_batching_config=ContinuousBatchingConfig(**options),
     )
-    vocabulary_size = model.config.get_text_config().vocab_size
-    _skip_idle_filters(batching.logit_processor, vocabulary_size)
+    neutral_values = {"top_k": model.config.get_text_config().vocab_size, "top_p": 1.0}
+    for processor in batching.logit_processor.logits_processor:
+        for name, neutral in neutral_values.items():
+            if name in getattr(processor, "supported_kwargs", ()):
+                processor.__class__ = _skipping(type(processor), name, neutral)
     batching.warmup()
     return batching
 
@@ -201,18 +204,9 @@ def _check_weight(name: str, weight: Any, own: torch.Tensor) -> None:
         raise ValueError(f"{name} must be finite in {own.dtype}")
 
 
-def _skip_idle_filters(processors: Any, vocabulary_size: int) -> None:
-    """Make the top-k and top-p filters free while no request of a batch uses them.
-
-    Each sorts the vocabulary for every token, which would cost more than sampling itself.
-    """
-    for processor in processors.logits_processor:
-        for name, neutral in (("top_k", vocabulary_size), ("top_p", 1.0)):
-            if name in getattr(processor, "supported_kwargs", ()):
-                processor.__class__ = _skipping(type(processor), name, neutral)
-
-
 def _skipping(stock: Any, name: str, neutral: float) -> Any:
+    """Return a filter that does not sort the vocabulary where no request of a batch uses it."""
+
     class SkippedWhenNeutral(stock):  # type: ignore[misc]
         idle = False
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from trajpack.agent.errors import SetupError
 from trajpack.packing.batch.description import counted
@@ -63,29 +63,14 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
     return _load(AutoTokenizer, folder, "tokenizer_config.json", "tokenizer")
 
 
-class ModelLimits(NamedTuple):
-    """Limits of a model's sequences, from its configuration; ``None`` if it has none."""
+def load_config(folder: str | os.PathLike[str]) -> Any:
+    """Load a model's configuration from a local folder; None if it has a tokenizer alone."""
+    require("transformers")
+    from transformers import AutoConfig
 
-    max_positions: int | None = None
-    vocab_size: int | None = None
-    """Token ids are below it."""
-
-    @classmethod
-    def of(cls, config: Any) -> ModelLimits:
-        """Read them from a configuration of transformers."""
-        text = config.get_text_config()
-        names = ("max_position_embeddings", "vocab_size")
-        return cls(*(getattr(text, name, None) for name in names))
-
-    @classmethod
-    def load(cls, folder: str | os.PathLike[str]) -> ModelLimits:
-        """Read them from a folder; one with a tokenizer and no model has none."""
-        require("transformers")
-        from transformers import AutoConfig
-
-        if not (Path(folder) / "config.json").is_file():
-            return cls()
-        return cls.of(_load(AutoConfig, folder, "config.json", "model"))
+    if not (Path(folder) / "config.json").is_file():
+        return None
+    return _load(AutoConfig, folder, "config.json", "model")
 
 
 def save_tokenizer(tokenizer: Any, folder: str | os.PathLike[str]) -> None:
@@ -101,14 +86,11 @@ def save_tokenizer(tokenizer: Any, folder: str | os.PathLike[str]) -> None:
 
 def _load(auto: Any, folder: str | os.PathLike[str], file: str, what: str, **options: Any) -> Any:
     """Load from a folder, which from_pretrained might take for the name of a model on a hub."""
-    remedy = "a model of the Hugging Face hub is named owner/name"
-    if str(folder).count("/") == 1:
-        remedy = "fetch a model of the Hugging Face hub by huggingface_hub.snapshot_download"
+    remedy = "huggingface_hub.snapshot_download fetches a model of the Hugging Face hub"
     if not Path(folder).is_dir():
         raise SetupError(f"cannot load a {what} from {folder}: it is not a folder; {remedy}")
     if not (Path(folder) / file).is_file():
         raise SetupError(f"cannot load a {what} from {folder}: it has no {file}")
-    with refused(
-        f"cannot load a {what} from {folder}: ", Exception
-    ):  # broken, it shows as any kind
+    # a broken folder shows as any kind of exception
+    with refused(f"cannot load a {what} from {folder}: ", Exception):
         return auto.from_pretrained(folder, **_LOCAL, **options)

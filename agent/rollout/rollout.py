@@ -16,7 +16,7 @@ from trajpack.agent.engines.transformers_engine import TransformersEngine
 from trajpack.agent.environments.math_verify import MathVerifyEnvironment
 from trajpack.agent.environments.questions import Question, arithmetic_questions, load_questions
 from trajpack.agent.errors import SetupError
-from trajpack.agent.models.causal_model import ModelLimits, load_model, load_tokenizer, refused
+from trajpack.agent.models.causal_model import load_config, load_model, load_tokenizer, refused
 from trajpack.agent.models.tiny_model import build_tiny_model
 from trajpack.agent.protocols import Prompt, SamplingParams
 from trajpack.agent.rollout.settings import RolloutSettings
@@ -128,19 +128,20 @@ def prepare_rollout(settings: RolloutSettings) -> Rollout:
         torch.zeros(1, device=settings.device).tolist()
     if settings.model is not None and (settings.servers or settings.num_workers):
         model, tokenizer = None, load_tokenizer(settings.model)
-        limits = ModelLimits.load(settings.model)
+        config = load_config(settings.model)
     else:
         name = settings.model
         model, tokenizer = load_model(name) if name else build_tiny_model(settings.seed)
-        limits = ModelLimits.of(model.config)
+        config = model.config
         model = None if settings.num_workers else model.to(settings.device)
+    text_config = config and config.get_text_config()
     agent = MathMultiTurnAgent(
         SamplingParams(max_new_tokens=settings.max_new_tokens),
         tokenizer,
         settings.answers,
         turn_level_discount=settings.turn_discount,
         num_turns=settings.num_turns,
-        max_total_tokens=limits.max_positions,
+        max_total_tokens=getattr(text_config, "max_position_embeddings", None),
     )
     prompts = []
     for question in questions:

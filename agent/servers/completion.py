@@ -20,17 +20,12 @@ class Completion:
     """State of one completion: its request, and what was sampled so far."""
 
     qid: str
-    number: int
-    """Index of the request within its episode."""
+    number: int  # of the request within its episode
     prompt: list[int]
     params: SamplingParams
-    """Sampling parameters of the whole completion."""
-    token_ids: list[int] = field(init=False)
-    """Token ids of the prompt and of the sampled tokens."""
-    finish_reason: str = "abort"
-    """Of the last request; ``"abort"`` asks for another one."""
-    server: str = "no server"
-    """Host and port of the server that was asked last."""
+    token_ids: list[int] = field(init=False)  # prompt and sampled tokens
+    finish_reason: str = "abort"  # of the last request; "abort" asks for another one
+    server: str = "no server"  # name of the one that was asked last
     _spans: list[tuple[int, int, int]] = field(default_factory=list)
     _responses: list[EngineResponse] = field(default_factory=list)
 

@@ -41,10 +41,8 @@ class Orders:
     """Administrative requests of one kind of server."""
 
     set_version: Callable[[int], HTTPRequest]
-    get_version: HTTPRequest
-    """Its answer has the name of the weights as ``weight_version``."""
-    pause: Callable[[bool], HTTPRequest]
-    """The argument says whether requests in flight end."""
+    get_version: HTTPRequest  # its answer has the name of the weights as ``weight_version``
+    pause: Callable[[bool], HTTPRequest]  # whether requests in flight end
     resume: HTTPRequest
 
 
@@ -52,8 +50,7 @@ class Orders:
 class Episode:
     """What is remembered of an episode."""
 
-    server: Server | None = None
-    """Server that has its prefix in its cache."""
+    server: Server | None = None  # it has the episode's prefix in its cache
     num_requests: int = 0
 
 
@@ -117,19 +114,21 @@ class ServerFleet(ServedEngine):
             lowest = self._version if is_label_only else self._version + 1
             if not lowest <= version <= INT32_MAX:
                 raise ValueError(f"version must be in [{lowest}, {INT32_MAX}], got {version}")
-            failed = await self._order(self._servers, request)
-            for server in self._servers:
-                error = failed.get(server)
-                if error is None or (is_label_only and error.is_absence):
-                    server.is_behind = False
-                    server.told_version = version if error is None else None
-                    failed.pop(server, None)
+            errors = await self._order(self._servers, request)
+            failed = {
+                server: error
+                for server, error in errors.items()
+                if not (is_label_only and error.is_absence)
+            }
             if len(failed) == len(self._servers):
                 raise WeightUpdateError(f"version {version} reached no server: {_join(failed)}")
             self._version = version
-            for server, error in failed.items():
-                server.is_behind = True  # its tokens would be labelled newer than they are
-                self._rest(server, error)
+            for server in self._servers:
+                server.is_behind = server in failed  # labels of its tokens would be too new
+                if server in failed:
+                    self._rest(server, failed[server])
+                else:
+                    server.told_version = None if server in errors else version
 
     async def pause(self, *, interrupt: bool = False) -> None:
         """Pause generation on the servers, and send no new requests.
@@ -238,18 +237,16 @@ class ServerFleet(ServedEngine):
         self, servers: Sequence[Server], request: HTTPRequest
     ) -> dict[Server, ExchangeError]:
         """Send a request to servers at once, and return the failures."""
-        request_s = self._options.time_limits.request_s
         failed: dict[Server, ExchangeError] = {}
 
         async def order(server: Server) -> None:
             try:
-                answer = await self._send(server, request, request_s)
+                answer = await self._send(server, request, self._options.time_limits.request_s)
+                if _part(answer, "success") is False:
+                    text = one_line(answer.decode(errors="replace"))
+                    raise ExchangeError(f"{server.name}: it said {text}")
             except ExchangeError as error:
                 failed[server] = error
-            else:
-                if _part(answer, "success") is False:
-                    said = one_line(answer.decode(errors="replace"))
-                    failed[server] = ExchangeError(f"{server.name}: it said {said}")
 
         await asyncio.gather(*map(order, servers))
         return failed

@@ -21,6 +21,7 @@ from trajpack.agent.errors import EpisodeError
 from trajpack.agent.models.causal_model import load_tokenizer
 from trajpack.agent.protocols import Environment, Generate, Prompt
 from trajpack.agent.runner.replies import checked_prompt, turn_of
+from trajpack.packing.conversion import as_ids
 from trajpack.packing.types import Trajectory, Turn
 
 
@@ -58,12 +59,13 @@ class ConversationAgent(ABC):
         The environment takes an `Action` of one text and returns a list of one number, the reward.
 
         Raises:
-            EpisodeError: If the environment fails.
+            EnvironmentFailedError: If the environment's answer is no reward.
             GenerationError: If the engine could not generate, or ``max_total_tokens`` leaves no
                 room for a first turn.
         """
-        conversation = Conversation(prompt, env, generate)
-        await conversation.begin()
+        token_ids = as_ids("prompt_ids", prompt.input_ids).tolist()
+        conversation = Conversation(prompt, env, generate, token_ids)
+        await env.reset()
         await self.converse(conversation, [])
         return [conversation.trajectory(self.turn_discount)]
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -94,7 +93,7 @@ class Conversation:
     prompt: Prompt
     env: Environment
     generate: Generate
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int]
     exchanges: list[Exchange] = field(default_factory=list)
     observation: Any = None
     terminated: bool = False
@@ -105,23 +104,6 @@ class Conversation:
     def qid(self) -> str:
         """Name of the episode."""
         return self.prompt.id
-
-    @contextmanager
-    def guard(self, call: str) -> Iterator[None]:
-        """Convert exceptions of the body to an `EnvironmentFailedError` of this turn."""
-        try:
-            yield
-        except Exception as error:
-            reason = str(error) if isinstance(error, TypeError | ValueError) else repr(error)
-            reason = f"the environment's {call} failed: {reason}"
-            turn = max(len(self.exchanges) - 1, 0)
-            raise EnvironmentFailedError(self.qid, f"turn {turn}: {reason}") from error
-
-    async def begin(self) -> None:
-        """Reset the environment and open the conversation with the prompt."""
-        with self.guard("reset"):
-            await self.env.reset()
-        self.token_ids = as_ids("prompt_ids", self.prompt.input_ids).tolist()
 
     async def ask(self, gconfig: Any, limits: ConversationLimits) -> Exchange | None:
         """Request the next turn and append it; None where a limit or a refusal leaves those so far.
@@ -154,17 +136,21 @@ class Conversation:
         Where the environment says ``truncated``, so is the trajectory.
 
         Raises:
-            EnvironmentFailedError: If it fails, or does not return exactly one finite number.
+            EnvironmentFailedError: If it does not return exactly one finite number.
         """
-        with self.guard("step"):
-            self.observation, successes, terminated, truncated, _ = await self.env.step(
-                Action(self.qid, [exchange.text])
-            )
+        answer = await self.env.step(Action(self.qid, [exchange.text]))
+        try:
+            self.observation, successes, terminated, truncated, _ = answer
             scores = several(_REWARDS, successes)
             if len(scores) != 1:
                 raise ValueError(f"expected one success, got {len(scores)}")
             exchange.reward = as_number("success", scores[0])
             self.terminated, is_cut = bool(terminated), bool(truncated)
+        except Exception as error:
+            reason = (
+                f"turn {len(self.exchanges) - 1}: the environment's answer was refused: {error}"
+            )
+            raise EnvironmentFailedError(self.qid, reason) from error
         exchange.success = exchange.reward > 0
         self.truncated = is_cut or None
         return self.terminated or is_cut

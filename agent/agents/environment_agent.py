@@ -59,9 +59,8 @@ class EnvironmentAgent(ChatAgent):
     async def converse(self, conversation: Conversation, observation: list[int] | None) -> None:
         """Run an episode of the environment, behind its first observation."""
         try:
-            with conversation.guard("reset"):
-                opening = Opening(conversation.qid, conversation.prompt.seed)
-                conversation.observation, *_ = await conversation.env.step(opening)
+            opening = Opening(conversation.qid, conversation.prompt.seed)
+            conversation.observation, *_ = await conversation.env.step(opening)
             first = self.messages.first(_text_of(conversation))
             await super().converse(conversation, first)
         finally:

@@ -49,7 +49,8 @@ def episode(outcome: Any = None, prompt_ids: Any = (5, 6), **how: Any) -> Conver
     async def generate(token_ids: Any, sampling: Any = None) -> Turn:
         return Turn(np.array(token_ids, np.int32), np.array([7, 8], np.int32), [-0.5, -0.25])
 
-    return Conversation(Prompt("apple@2", prompt_ids), Judge(outcome, **how), generate)
+    prompt = Prompt("apple@2", prompt_ids)
+    return Conversation(prompt, Judge(outcome, **how), generate, [*prompt_ids])
 
 
 def answer(text: str) -> Exchange:
@@ -59,7 +60,6 @@ def answer(text: str) -> Exchange:
 def test_the_prompts_of_turns_are_views_of_one_conversation() -> None:
     async def body() -> Any:
         held = episode()
-        await held.begin()
         first = await held.ask(None, ConversationLimits())
         assert first is not None
         held.token_ids += [9]
@@ -83,18 +83,9 @@ def test_the_prompts_of_turns_are_views_of_one_conversation() -> None:
     ],
 )
 def test_a_prompt_that_is_no_prompt_is_refused(prompt_ids: list[int], message: str) -> None:
+    agent = Chatty(SamplingParams(8), Characters())
     with pytest.raises((TypeError, ValueError), match=message):
-        asyncio.run(episode(prompt_ids=prompt_ids).begin())
-
-
-def test_a_failing_environment_is_the_cause_of_the_error() -> None:
-    failure, kind = ZeroDivisionError("oh"), EnvironmentFailedError
-    reason = "'apple@2': turn 0: the environment's {} failed: .*oh"
-    failing = episode(failure)
-    for call, name in ((failing.judge(answer("2")), "step"), (failing.begin(), "reset")):
-        with pytest.raises(kind, match=reason.format(name)) as caught:
-            asyncio.run(call)
-        assert caught.value.__cause__ is failure
+        collect(agent, Game(), [], prompt=Prompt("q@0", prompt_ids))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +99,7 @@ def test_a_failing_environment_is_the_cause_of_the_error() -> None:
 def test_an_environment_must_return_one_success_and_one_end(
     outcome: Any, ended: Any, words: str
 ) -> None:
-    expected = f"'apple@2': turn 0: .*environment.*{words}"
+    expected = f"'apple@2': turn .*environment's answer was refused: .*{words}"
     with pytest.raises(EnvironmentFailedError, match=expected):
         asyncio.run(episode(outcome, ended=ended).judge(answer("2")))
 

@@ -46,11 +46,7 @@ def run(arguments: Sequence[str]) -> int:
     except (BrokenPipeError, SystemExit):  # rich and typer exit where a pipe is broken
         return 1
     except (SetupError, OSError, RuntimeError, ModuleNotFoundError) as error:
-        refused: Exception = error
-        if isinstance(error, ModuleNotFoundError):
-            if (error.name or "").startswith("trajpack"):
-                raise
-            refused = explained(error)
+        refused = explained(error) if isinstance(error, ModuleNotFoundError) else error
         text = " ".join(str(refused).split()) or type(refused).__name__
         if isinstance(refused, OSError) and refused.strerror:
             file = "" if refused.filename is None else f"{refused.filename}: "

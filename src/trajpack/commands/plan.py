@@ -26,29 +26,29 @@ def plan_file(
     with refused(""):
         if ranks == 1:
             plan = plan_micro_batches(batch.seqlens, capacity, **options)
-            plans, found = (plan,), plan.statistics()
+            plans, figures = (plan,), plan.statistics()
         else:
             of_ranks = plan_ranks(batch.seqlens, ranks, capacity, **options)
-            (plans,), found = of_ranks.plans, of_ranks.statistics()
+            (plans,), figures = of_ranks.plans, of_ranks.statistics()
     if as_json:
         sequences = [[micro_batch.tolist() for micro_batch in plan] for plan in plans]
-        print(json.dumps({"statistics": dataclasses.asdict(found), "ranks": sequences}))  # noqa: T201
+        print(json.dumps({"statistics": dataclasses.asdict(figures), "ranks": sequences}))  # noqa: T201
         return
-    counts = (found.num_dropped, found.num_truncated, found.num_oversized)
+    counts = (figures.num_dropped, figures.num_truncated, figures.num_oversized)
     kinds = ("dropped", "truncated", "over the capacity")
     notes = [f"{count:,} {kind}" for count, kind in zip(counts, kinds, strict=True) if count]
     rows = {
-        "micro-batches": f"{found.num_micro_batches:,} of up to {capacity:,} tokens; at least "
-        f"{found.lower_bound:,} are needed",
-        "sequences": ", ".join([f"{found.num_sequences:,}", *notes]),
-        "tokens": f"{found.num_tokens:,}",
-        "fill": f"{found.fill:.1%}",
-        "padding": f"{found.padding_tail:,} tokens at ends, {found.padding_alignment:,} of "
-        f"alignment, {found.padding_dummy:,} in {found.num_dummies:,} empty micro-batches",
-        "largest micro-batch": f"{found.token_imbalance:.3f} times the mean in tokens",
+        "micro-batches": f"{figures.num_micro_batches:,} of up to {capacity:,} tokens; at least "
+        f"{figures.lower_bound:,} are needed",
+        "sequences": ", ".join([f"{figures.num_sequences:,}", *notes]),
+        "tokens": f"{figures.num_tokens:,}",
+        "fill": f"{figures.fill:.1%}",
+        "padding": f"{figures.padding_tail:,} tokens at ends, {figures.padding_alignment:,} of "
+        f"alignment, {figures.padding_dummy:,} in {figures.num_dummies:,} empty micro-batches",
+        "largest micro-batch": f"{figures.token_imbalance:.3f} times the mean in tokens",
     }
     if ranks > 1:
         each = [f"{int(plan.loads.sum()):,}" for plan in plans]
-        rows["largest rank"] = f"{found.rank_token_imbalance:.3f} times the mean in tokens"
+        rows["largest rank"] = f"{figures.rank_token_imbalance:.3f} times the mean in tokens"
         rows[f"tokens of {ranks} ranks"] = ", ".join(each)
     show(file.name, rows.items())

@@ -178,6 +178,7 @@ class Run:
 
     def _has_taken(self, taking: asyncio.Task[None]) -> None:
         """Note that there are no further prompts, or why."""
+        self._runner.awaited = ""
         if not taking.cancelled():
             self._failure = self._failure or taking.exception()
         elif not self._is_stopping:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,13 +28,14 @@ from trajpack.packing.buffer.chains import (
 )
 from trajpack.packing.buffer.staging import DeviceRegion, Staging
 from trajpack.packing.buffer.tables import (
-    TABLE_ROWS,
-    BatchTables,
-    Counts,
+    NO_TABLES,
+    Columns,
     StoredTurns,
+    Tables,
     by_field,
     check_layout,
-    columns_for,
+    columns_of,
+    tables_of,
 )
 from trajpack.packing.conversion import INT32_MAX, as_integer
 from trajpack.packing.layout import Layout
@@ -56,8 +56,8 @@ LABELS = {
     "truncated_as_given": "truncated",
 }
 """Fields of a batch with an attribute of `TrajectoryLabels` for each trajectory."""
-MOST_WAITING = 64
-"""Turns that may wait for a table update; their update costs as much as a call."""
+MOST_WAITING = 1024
+"""Calls whose numbers may wait, as Python's, until they become columns."""
 
 
 def pack(
@@ -131,21 +131,19 @@ def _warn_of_breaks(intake: ValidatedTurns) -> None:
 
 
 class State(NamedTuple):
-    """Counts of a buffer. A call replaces them as a whole at its end, so calls are atomic."""
+    """Content of a buffer. A call replaces it as a whole at its end, so calls are atomic."""
 
+    columns: Columns
+    """Stored turns, but for those that wait."""
+    waiting: tuple[StoredTurns, ...] = ()
+    """Turns of the calls since, that are not in the columns yet."""
     num_words: int = 0
     num_tokens: int = 0
     num_turns: int = 0
     num_generated: int = 0
     num_trajectories: int = 0
-    waiting: tuple[StoredTurns, ...] = ()
-    """Stored turns that are not in the tables yet."""
-    counts: Counts = Counts()
-    """Entries of the tables."""
-    layout: Layout = "merged"
-    """Layout of the tables."""
-    arranged: bool = False
-    """Whether the tables of that layout are complete."""
+    packed: tuple[Layout, Tables] | None = None
+    """Layout that was packed last, and its tables."""
 
 
 class TrajectoryBuffer:
@@ -182,10 +180,9 @@ class TrajectoryBuffer:
         self.capacity = capacity
         self.fields = check_fields(fields)
         num_words = 2 * (capacity or 0)  # an id and a log-probability for each token
-        self._staging = Staging(self.device, columns_for(self.fields), num_words)
-        self._tables = BatchTables(self.fields)
+        self._staging = Staging(self.device, num_words)
         self._labels: list[TrajectoryLabels] = []
-        self._state = State()
+        self._state = State(columns_of((), self.fields))
 
     def __len__(self) -> int:
         """Number of stored trajectories."""
@@ -256,27 +253,25 @@ class TrajectoryBuffer:
         stored, num_words = self._append(intake)
         if intake.num_breaks:
             _warn_of_breaks(intake)
-        new = state._replace(
-            num_words=num_words,
-            num_tokens=state.num_tokens + intake.num_tokens,
-            num_turns=state.num_turns + len(intake.turn_size),
-            num_generated=state.num_generated + intake.num_generated,
-            num_trajectories=state.num_trajectories + len(intake.labels),
-            waiting=(*state.waiting, stored),
+        new = State(
+            state.columns,
+            (*state.waiting, stored),
+            num_words,
+            state.num_tokens + intake.num_tokens,
+            state.num_turns + len(intake.turn_size),
+            state.num_generated + intake.num_generated,
+            state.num_trajectories + len(intake.labels),
         )
-        if new.num_turns - state.counts.turns >= MOST_WAITING:
-            with suppress(ValueError):  # too long in this layout: `pack` raises it
-                new = self._with_tables(new)
+        if len(new.waiting) >= MOST_WAITING:
+            new = self._settled(new)
         self._labels[state.num_trajectories :] = intake.labels
         self._state = new
 
     def clear(self) -> None:
         """Remove all trajectories and keep the memory. Packed batches stay valid."""
-        rows = self._state.counts.spans + 1
         self._labels = []  # a new list: batches still read the old one
-        self._tables = BatchTables(self.fields)
-        self._state = State(layout=self._state.layout)
-        self._staging.clear(rows)
+        self._state = State(columns_of((), self.fields))
+        self._staging.clear()
 
     def pack(self, layout: Layout = "merged", impl: Impl = "auto") -> PackedBatch:
         """Return all trajectories as one batch; the buffer keeps them.
@@ -292,16 +287,13 @@ class TrajectoryBuffer:
         """
         check_layout(layout)
         chosen = resolve_impl("pack", impl, self.device)
-        state = self._arrange(layout)
-        counts = state.counts
+        tables = self._tables_of(layout)
+        state = self._state
         with self._staging.on_device():
-            region = self._staging.send(state.num_words)
-            stream = region.stream
-            ready, later = write_batch(region, stream, counts, self.fields, chosen)
+            region = self._staging.send(state.num_words, tables.arrays)
+            ready, later = write_batch(region, tables, self.fields, chosen)
         ready |= {"layout": layout, "num_generated": state.num_generated}
-        lazy = lazy_columns(region, self._labels, self._tables, counts=counts)
-        if self.device.type == "cpu":  # later calls write to the memory of the tables
-            ready |= {name: lazy.pop(name)(name).clone() for name in (*TABLE_ROWS, "runs")}
+        lazy = lazy_columns(region, self._labels, tables, self.fields)
         return PackedBatch.with_lazy_columns(ready, lazy | later)
 
     def _append(self, intake: ValidatedTurns) -> tuple[StoredTurns, int]:
@@ -309,14 +301,15 @@ class TrajectoryBuffer:
         used = self._state.num_words
         logprobs = used + intake.num_tokens
         end = logprobs + intake.num_generated
-        rows, cu_values = list[int](), list[npt.NDArray[np.int64]]()
+        rows, of_turns = list[int](), list[npt.NDArray[np.int64]]()
         blocks = list[tuple[int, list[npt.NDArray[Any]]]]()
         for field, given in zip(self.fields, intake.rows, strict=True):
             begin, pieces = -(-end // 4) * 4, given  # a multiple of 16 bytes
             if field.ragged:
                 cu, values = concatenated(given)
                 without = np.append(0, (np.diff(cu) == 0).cumsum(dtype=np.int64))
-                cu_values += [cu, without]
+                bounds = np.append(0, np.array(intake.turn_size, np.int64).cumsum())
+                of_turns += [np.diff(cu[bounds]), np.diff(without[bounds])]
                 unit = math.lcm(4, field.value_bytes) // 4  # words
                 place = -(-(begin + 2 * (len(cu) - 1)) // unit) * unit
                 first = cu + 4 * place // field.value_bytes
@@ -331,8 +324,7 @@ class TrajectoryBuffer:
             blocks.append((begin, [piece.reshape(-1) for piece in pieces]))
         if end > INT32_MAX:
             raise ValueError(f"a buffer holds at most {INT32_MAX} words, this one needs {end}")
-        self._staging.reserve(end, 0, words_used=used)
-        stream = self._staging.region.stream
+        stream = self._staging.reserve(end, used)
         floats = stream[logprobs : logprobs + intake.num_generated].view(np.float32)
         copy_numbers(intake, stream[used:logprobs], floats)
         _warn_of_positive(floats)
@@ -340,68 +332,69 @@ class TrajectoryBuffer:
             size = sum(piece.size for piece in flat)
             np.concatenate(flat, out=stream.view(np.uint8)[4 * begin : 4 * begin + size])
         intake.rows = []  # releases the caller's arrays
-        return StoredTurns(intake, used, logprobs, tuple(rows), tuple(cu_values)), end
+        return StoredTurns(intake, used, logprobs, tuple(rows), tuple(of_turns)), end
 
-    def _arrange(self, layout: Layout) -> State:
-        """Bring the tables up to date for ``layout``."""
-        if layout != self._state.layout:  # the tables will be overwritten
-            self._state = self._state._replace(layout=layout, arranged=False)
-        self._state = self._with_tables(self._state)
-        return self._state
+    def _tables_of(self, layout: Layout) -> Tables:
+        """Return the tables of the content, which stay until it changes."""
+        packed = self._state.packed
+        if packed is None or packed[0] != layout:
+            state = self._settled(self._state)
+            packed = (
+                layout,
+                tables_of(
+                    state.columns, self._labels[: state.num_trajectories], self.fields, layout
+                ),
+            )
+            self._state = state._replace(packed=packed)
+        return packed[1]
 
-    def _with_tables(self, state: State) -> State:
-        """Write the tables of the turns in ``state``, and return the state that counts them."""
-        if state.arranged and not state.waiting:
+    def _settled(self, state: State) -> State:
+        """Turn the numbers that wait into columns."""
+        if not state.waiting:
             return state
-        reserve = partial(self._staging.reserve, 0, words_used=state.num_words)
-        counts, before = state.counts, state.counts if state.arranged else Counts()
-        for stored in state.waiting:
-            counts = self._tables.append_rows(stored, counts, reserve)
-        counts = self._tables.arrange(state.layout, counts, before, reserve=reserve)
-        return state._replace(counts=counts, waiting=(), arranged=True)
+        columns = state.columns.extended(columns_of(state.waiting, self.fields))
+        return state._replace(columns=columns, waiting=())
 
 
-def returns_of_turns(region: DeviceRegion, counts: Counts, impl: Impl) -> torch.Tensor:
+def returns_of_turns(region: DeviceRegion, most_turns: int, impl: Impl) -> torch.Tensor:
     """Discount the turns' rewards backward over their trajectories."""
-    rewards = region.table("turn_rewards", counts.turns)
-    cu_turns = region.table("cu_turns", counts.trajectories + 1)
-    discounts = region.table("turn_discounts", counts.trajectories)
-    scan = Scan(cu_turns, rewards, kind="returns", gammas=discounts, max_seqlen=counts.most_turns)
+    tables = region.tables
+    scan = Scan(
+        tables["cu_turns"],
+        tables["turn_rewards"],
+        kind="returns",
+        gammas=tables["turn_discounts"],
+        max_seqlen=most_turns,
+    )
     return credit_scan(scan, "discounted_returns", impl)[0]
 
 
 def write_batch(
-    region: DeviceRegion,
-    words: torch.Tensor,
-    counts: Counts,
-    fields: Sequence[TokenField],
-    impl: Impl,
+    region: DeviceRegion, tables: Tables, fields: Sequence[TokenField], impl: Impl
 ) -> tuple[dict[str, Any], dict[str, Callable[[str], Any]]]:
-    """Launch the kernels that write a batch from its tables and the stream ``words``.
+    """Launch the kernels that write a batch from its tables and its stream.
 
     Returns the per-token tensors and the turns' returns, and functions that make the tensors of
     fields in memory that they share, by name.
     """
-    returns = returns_of_turns(region, counts, impl)
-    runs, tokens = region.table("runs", counts.spans + 1), counts.tokens
+    returns = returns_of_turns(region, tables.most_turns, impl)
+    words, runs, tokens = region.stream, region.tables["runs"], tables.num_tokens
     if words.device.type == "cpu":  # the op would check the runs
         block = expand_runs(words, runs, returns, tokens, impl)
     else:
         block = torch.ops.trajpack.build(words, runs, returns, tokens, impl)
-    later: dict[str, Callable[[str], Any]]
-    later = dict.fromkeys(FIELD_DTYPES, partial(field_of, block, tokens))
     extra = {}
     if fields:
-        sources = region.table("field_sources", counts.spans + 1)
         layouts = [field.layout for field in fields]
-        gathered = gather_fields(words, runs, sources, layouts, counts.tokens, impl)
+        gathered = gather_fields(words, runs, region.tables["field_sources"], layouts, tokens, impl)
         extra = {field.name: rows for field, rows in zip(fields, gathered, strict=True)}
     ready: dict[str, Any] = {
         "turn_returns": returns,
         "fields": extra,
         "token_fields": tuple(fields),
+        "ragged_values": values_of(words, fields),
     }
-    return ready | {"ragged_values": values_of(words, fields)}, later
+    return ready, dict.fromkeys(FIELD_DTYPES, partial(field_of, block, tokens))
 
 
 def values_of(words: torch.Tensor, fields: Sequence[TokenField]) -> dict[str, torch.Tensor]:
@@ -415,32 +408,23 @@ def values_of(words: torch.Tensor, fields: Sequence[TokenField]) -> dict[str, to
 def lazy_columns(
     region: DeviceRegion,
     labels: Sequence[TrajectoryLabels],
-    tables: BatchTables,
-    *,
-    counts: Counts,
+    tables: Tables,
+    fields: Sequence[TokenField],
 ) -> dict[str, Callable[[str], Any]]:
     """Return functions that make the tables and host values of a batch at first access, by name."""
-    sequences = slice(counts.sequences)
-    lengths = {
-        "seqlens": tables.seqlens.rows[sequences],
-        "generated_lens": tables.generated_lens.rows[sequences],
-    }
-    ragged, values = tables.ragged, tables.value_lens.rows[sequences]
-
-    def table(name: str) -> torch.Tensor:
-        number, addend = TABLE_ROWS[name]
-        return region.table(name, getattr(counts, number) + addend)
+    num_trajectories = len(tables.arrays["group_ids"])
 
     def of_labels(name: str) -> tuple[Any, ...]:
         attribute = LABELS[name]
-        return tuple(getattr(label, attribute) for label in labels[: counts.trajectories])
+        return tuple(getattr(label, attribute) for label in labels[:num_trajectories])
 
+    of_region = region.tables.keys() - NO_TABLES | {"runs"}
+    lengths = {"seqlens": tables.seqlens, "generated_lens": tables.generated_lens}
     return {
-        **dict.fromkeys(TABLE_ROWS, table),
+        **dict.fromkeys(of_region, lambda name: region.tables[name]),
         **dict.fromkeys(LABELS, of_labels),
         **dict.fromkeys(lengths, lambda name: tuple(lengths[name].tolist())),
-        "runs": lambda name: region.table(name, counts.spans + 1),
-        "value_lens": lambda _: by_field(ragged, values),
-        "num_groups": lambda _: counts.groups,
-        "longest": lambda _: counts.longest,
+        "value_lens": lambda _: by_field(fields, tables.value_lens),
+        "num_groups": lambda _: tables.num_groups,
+        "longest": lambda _: tables.longest,
     }

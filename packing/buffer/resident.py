@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,13 +12,7 @@ from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.buffer.buffer import lazy_columns, write_batch
 from trajpack.packing.buffer.chains import ValidatedTurns, checked_labels, located, take_numbers
 from trajpack.packing.buffer.staging import Staging
-from trajpack.packing.buffer.tables import (
-    BatchTables,
-    Counts,
-    StoredTurns,
-    check_layout,
-    columns_for,
-)
+from trajpack.packing.buffer.tables import StoredTurns, check_layout, columns_of, tables_of
 from trajpack.packing.conversion import INT32_MAX, check_memory
 from trajpack.packing.layout import Layout
 from trajpack.packing.types import Trajectory, Turn, several_trajectories
@@ -60,20 +53,16 @@ def pack_resident(
     num_words = intake.num_tokens + intake.num_generated
     if num_words > INT32_MAX:
         raise ValueError(f"a batch holds at most {INT32_MAX} words, this one needs {num_words}")
-    tables, staging, counts = BatchTables(), Staging(device, columns_for(())), Counts()
-    reserve = partial(staging.reserve, 0, words_used=0)
-    if given:
-        counts = tables.append_rows(StoredTurns(intake, 0, intake.num_tokens, ()), counts, reserve)
-    counts = tables.arrange(layout, counts, Counts(), reserve=reserve)
+    columns = columns_of([StoredTurns(intake, 0, intake.num_tokens, ())], ())
+    tables, staging = tables_of(columns, intake.labels, (), layout), Staging(device)
     with staging.on_device():
-        region = staging.send(0)
-        words = region.stream
+        region = staging.send(0, tables.arrays)
         if given:
             logprobs = torch.cat(intake.logprobs).float().view(torch.int32)
-            words = torch.cat([torch.cat(intake.ids).int(), logprobs])
-        ready, later = write_batch(region, words, counts, (), chosen)
+            region = region._replace(stream=torch.cat([torch.cat(intake.ids).int(), logprobs]))
+        ready, later = write_batch(region, tables, (), chosen)
     ready |= {"layout": layout, "num_generated": intake.num_generated}
-    lazy = lazy_columns(region, intake.labels, tables, counts=counts)
+    lazy = lazy_columns(region, intake.labels, tables, ())
     return PackedBatch.with_lazy_columns(ready, lazy | later)
 
 

@@ -11,17 +11,11 @@ import torch
 
 from trajpack.kernels.dispatch import Impl, resolve_impl
 from trajpack.kernels.fields.gather_fields import gather_fields
-from trajpack.kernels.runs import MAX_TOKENS, Run, in_tiles
+from trajpack.kernels.runs import MAX_TOKENS, RUN_WIDTH, Run, in_tiles
 from trajpack.packing.batch.batch import PackedBatch
-from trajpack.packing.buffer.buffer import (
-    State,
-    TrajectoryBuffer,
-    lazy_columns,
-    values_of,
-    write_batch,
-)
+from trajpack.packing.buffer.buffer import TrajectoryBuffer, lazy_columns, values_of, write_batch
 from trajpack.packing.buffer.staging import DeviceRegion
-from trajpack.packing.buffer.tables import TABLE_ROWS, Counts, Span
+from trajpack.packing.buffer.tables import NO_TABLES, Tables
 from trajpack.packing.conversion import INT32_MAX, shown
 from trajpack.packing.token_fields import TokenField
 from trajpack.packing.tree.nodes import Boundary, Entries
@@ -140,38 +134,32 @@ def _tree_of_buffer(
     if boundary == "duplicate" and share != "once":
         raise ValueError(f"boundary='duplicate' needs share='once', got share={share!r}")
     chosen = resolve_impl("pack_tree", impl, buffer.device)
-    state = buffer._arrange("merged")
-    buffer._state = state._replace(arranged=False)  # the tree's tables replace some
-    plan, counts = arrange_tree(buffer, state, duplicate=boundary == "duplicate")
+    tables, plan = arrange_tree(buffer, duplicate=boundary == "duplicate")
     with buffer._staging.on_device():
-        region = buffer._staging.send(state.num_words)
-        returns, written = _write(region, plan, counts, chosen)
+        region = buffer._staging.send(buffer._state.num_words, tables.arrays)
+        ready, written = _write(region, plan, tables, buffer.fields, chosen)
         of_nodes, of_entries = (
             _gather(region, plan, buffer.fields, chosen) if buffer.fields else ({}, {})
         )
-    tables = buffer._tables  # the buffer has others after `clear`
-    later = lazy_columns(region, buffer._labels, tables, counts=counts)
-    later["value_lens"] = lambda _: tables.value_lens_of_turns(state.counts)
-    given: dict[str, Any] = {name: later.pop(name)(name) for name in TABLE_ROWS}
-    if buffer.device.type == "cpu":  # later calls write to the memory of the tables
-        given = {name: table.clone() for name, table in given.items()}
-    del later["seqlens"], later["runs"]  # those of nodes
+    later = lazy_columns(region, buffer._labels, tables, buffer.fields)
     chains, num_nodes = plan.chains, plan.chains.trie.num_nodes
+    given: dict[str, Any] = {
+        name: later.pop(name)(name) for name in tables.arrays.keys() - NO_TABLES
+    }
+    del later["seqlens"], later["runs"]  # those of nodes
     cu_seqlens, prompt_nodes = given.pop("cu_seqlens"), given.pop("turn_begin")
     bounds = given["cu_generated"]
     # `data`: nodes and entries share memory, but a write to one is none to the other
     given |= {name: field[plan.first_entry :].data for name, field in written.items()}
-    given |= {
+    given |= ready | {
         "turn_begin": bounds[:-1].clone(),
         "cu_seqlens": bounds.clone(),
         "cu_new": bounds,
         "seqlens": tuple((chains.end - chains.begin).tolist()),
         "layout": "turns",
-        "turn_returns": returns,
-        "longest": counts.longest._replace(new=counts.longest.generated),
-        "num_generated": state.num_generated,
+        "longest": tables.longest._replace(new=tables.longest.generated),
+        "num_generated": buffer._state.num_generated,
         "fields": of_entries,
-        "ragged_values": values_of(region.stream, buffer.fields),
         "token_fields": buffer.fields,
     }
     return TreeBatch(
@@ -188,23 +176,20 @@ def _tree_of_buffer(
     )
 
 
-def arrange_tree(
-    buffer: TrajectoryBuffer, state: State, *, duplicate: bool = False
-) -> tuple[TreePlan, Counts]:
-    """Write the runs and boundaries of a tree over those of layout ``"merged"``.
+def arrange_tree(buffer: TrajectoryBuffer, *, duplicate: bool = False) -> tuple[Tables, TreePlan]:
+    """Return the tables of a tree, from those of layout ``"merged"``.
 
     ``turn_begin`` becomes the node of the last token of each turn's prompt, ``cu_seqlens`` the
     boundaries of the trees, and ``turn_spans`` the entries of each turn; ``turn_sequence`` stays.
-    With ``duplicate`` each node is followed by one token. Returns the plan, and counts with its
-    rows, trees and tokens.
+    With ``duplicate`` each node is followed by one token.
 
     Raises:
-        ValueError: If nodes and entries would pass 2³¹ together; the tables are unchanged then.
+        ValueError: If nodes and entries would pass 2³¹ together.
     """
-    counts, staging = state.counts, buffer._staging
-    spans = np.ascontiguousarray(buffer._tables.spans.rows[: counts.spans].T)
+    merged = buffer._tables_of("merged")
+    columns, spans = buffer._state.columns, merged.spans
     turn, chain, begin, end, version, logprob, _ = spans
-    trie, sources, first_rows = _trie_of(buffer, spans, counts.chains, duplicate=duplicate)
+    trie, sources, first_rows = _trie_of(buffer, merged, duplicate=duplicate)
     place = trie.places[chain]
     index, depth, node, length = trie.pieces(place, begin, end)
     generated = union_of(node, node + length)
@@ -228,42 +213,46 @@ def arrange_tree(
     }
     padding = {Run.START: trie.num_nodes, Run.SOURCE: -1, Run.GENERATED: INT32_MAX}
     split, num_rows = len(node_chain), len(node_chain) + 1 + len(index)
-    tables = staging.reserve(0, num_rows + 1, words_used=state.num_words)
+    runs = np.zeros((num_rows + 1, RUN_WIDTH), np.int32)
     for column in Run:
-        out = tables["runs"][:, column]
-        out[:split], out[split] = of_nodes.get(column, 0), padding.get(column, 0)
-        out[split + 1 : num_rows], out[num_rows] = of_entries.get(column, 0), 0
-    tables["runs"][num_rows, Run.START] = num_tokens
-    for number, field in enumerate(buffer.fields):
-        out, of_spans = tables["field_sources"][:num_rows, number], buffer._tables.rows.rows
-        out[:] = 0
-        if field.generated_only:
-            out[split + 1 :] = of_spans[index, number] + skipped * field.row_bytes
-        else:
-            out[:split] = first_rows[node_chain, number] + of_nodes[NODE] * field.row_bytes
+        runs[:split, column] = of_nodes.get(column, 0)
+        runs[split, column] = padding.get(column, 0)
+        runs[split + 1 : num_rows, column] = of_entries.get(column, 0)
+    runs[num_rows, Run.START] = num_tokens
+    owner = merged.arrays["turn_trajectory"].astype(np.int64)
     is_first = np.diff(turn, prepend=-1) != 0
     is_last = np.append(is_first[1:], True)[: len(turn)]
-    owner = tables["turn_trajectory"][: counts.turns].astype(np.int64)
     chains = Chains(trie, place[is_first], begin[is_first], end[is_last], owner)
-    trees, bounds = trie.roots, tables["cu_generated"][: counts.turns + 1]
-    tables["cu_seqlens"][: len(trees)] = trees
-    tables["turn_spans"][: counts.turns] = np.stack([bounds[:-1], bounds[1:]], 1)
-    tables["turn_begin"][: counts.turns] = trie.node_at(chains.place, chains.begin - 1)
+    trees, bounds = trie.roots, merged.arrays["cu_generated"]
+    arrays = merged.arrays | {
+        "runs": runs,
+        "cu_seqlens": trees.astype(np.int32),
+        "turn_spans": np.stack([bounds[:-1], bounds[1:]], 1),
+        "turn_begin": trie.node_at(chains.place, chains.begin - 1).astype(np.int32),
+    }
+    if buffer.fields:
+        arrays["field_sources"] = np.zeros((num_rows + 1, len(buffer.fields)), np.int64)
+    for number, field in enumerate(buffer.fields):
+        out, of_spans = arrays["field_sources"][:num_rows, number], merged.rows[number]
+        if field.generated_only:
+            out[split + 1 :] = of_spans[index] + skipped * field.row_bytes
+        else:
+            out[:split] = first_rows[node_chain, number] + of_nodes[NODE] * field.row_bytes
     num_trained = int((generated[1] - generated[0]).sum())
     plan = TreePlan(chains, split, num_rows, num_trained, first_entry, num_tokens)
-    return plan, counts._replace(spans=num_rows, sequences=len(trees) - 1, tokens=num_tokens)
+    of_turns = np.array(columns.values, np.int64).reshape(len(columns.values), len(columns.sizes)).T
+    return merged._replace(arrays=arrays, num_tokens=num_tokens, value_lens=of_turns), plan
 
 
 def _trie_of(
-    buffer: TrajectoryBuffer, spans: Ints, num_chains: int, *, duplicate: bool
+    buffer: TrajectoryBuffer, tables: Tables, *, duplicate: bool
 ) -> tuple[Trie, Ints, Ints]:
     """Return the trie of the chains, their first words, and the first bytes of their fields."""
-    chain, words = spans[Span.CHAIN], buffer._staging.region.stream
-    sources, lengths = np.zeros((2, num_chains), np.int64)
-    sources[chain], lengths[chain] = spans[Span.SOURCE], spans[Span.END]  # that of the last span
-    first_rows = np.zeros((num_chains, len(buffer.fields)), np.int64)
-    if buffer.fields:
-        first_rows[chain] = buffer._tables.rows.rows[: len(chain)]
+    columns, words = buffer._state.columns, buffer._staging.region.stream
+    sources, lengths = columns.sources, columns.chain_sizes
+    first_rows = np.zeros((len(sources), len(buffer.fields)), np.int64)
+    for number, of_spans in enumerate(tables.rows):
+        first_rows[tables.spans.chain, number] = of_spans
     compared = [
         Rows(words.view(np.uint8), first_rows[:, number], field.row_bytes)
         for number, field in enumerate(buffer.fields)
@@ -306,20 +295,21 @@ def _node_rows(
 
 def _runs_of(region: DeviceRegion, plan: TreePlan) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a run table of the nodes, and one of the entries."""
-    runs, split = region.table("runs", plan.num_rows + 1), plan.num_node_rows + 1
+    runs, split = region.tables["runs"], plan.num_node_rows + 1
     of_entries = runs[split:].clone()
     of_entries[:, Run.START] -= plan.first_entry
     return runs[:split], of_entries
 
 
 def _write(
-    region: DeviceRegion, plan: TreePlan, counts: Counts, impl: Impl
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Write nodes and entries; return the turns' returns, and the fields by name."""
-    num_nodes, rows = plan.chains.trie.num_nodes, region.table("runs", plan.num_node_rows)
-    ready, later = write_batch(region, region.stream, counts, (), impl)
-    fields = {name: make(name) for name, make in later.items()}
-    parents = fields[NODE_FIELDS["tree_parent"]][:num_nodes]
+    region: DeviceRegion, plan: TreePlan, tables: Tables, fields: Sequence[TokenField], impl: Impl
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Write nodes and entries; return what is no tensor of tokens, and the fields by name."""
+    num_nodes, rows = plan.chains.trie.num_nodes, region.tables["runs"][: plan.num_node_rows]
+    ready, later = write_batch(region, tables, (), impl)
+    ready["ragged_values"] = values_of(region.stream, fields)
+    written = {name: make(name) for name, make in later.items()}
+    parents = written[NODE_FIELDS["tree_parent"]][:num_nodes]
     if parents.device.type == "cpu":  # a tenth of the time of torch's operators
         host, table = parents.numpy(), rows.numpy()
         host[:] = np.arange(-1, num_nodes - 1, dtype=np.int32)
@@ -327,7 +317,7 @@ def _write(
     else:
         torch.arange(-1, num_nodes - 1, out=parents)
         parents[rows[:, Run.START].long()] = rows[:, PARENT]
-    return ready["turn_returns"], fields
+    return ready, written
 
 
 def _gather(
@@ -335,8 +325,7 @@ def _gather(
 ) -> list[dict[str, torch.Tensor]]:
     """Gather the extra fields: rows of the nodes, and rows of the entries."""
     found: list[dict[str, torch.Tensor]] = [{}, {}]
-    sources = region.table("field_sources", plan.num_rows + 1)
-    of_parts = sources.tensor_split([plan.num_node_rows + 1])
+    of_parts = region.tables["field_sources"].tensor_split([plan.num_node_rows + 1])
     sizes = plan.chains.trie.num_nodes, plan.num_tokens - plan.first_entry
     for part, runs in enumerate(_runs_of(region, plan)):
         chosen = [number for number, one in enumerate(fields) if one.generated_only == bool(part)]

@@ -78,10 +78,10 @@ def statistics_of(tree: TreeBatch) -> TreeStatistics:
     """Implement `TreeBatch.statistics`."""
     trie, place, _, end, owner = tree.chains
     _, opening = np.unique(place, return_index=True)  # the first turn of each chain
-    groups, _ = number_groups(tree.entries.groups, {}, 0)
+    groups, _ = number_groups(tree.entries.groups)
     num_tokens, num_merged = int(end.sum()), int(trie.lengths.sum())
     in_trajectories = _num_distinct(tree, owner[opening])
-    in_groups = _num_distinct(tree, np.array(groups, np.int64)[owner[opening]])
+    in_groups = _num_distinct(tree, groups[owner[opening]])
     return TreeStatistics(
         num_trees=len(tree),
         num_trajectories=len(tree.entries.ids),

@@ -4,7 +4,6 @@ import torch
 
 from trajpack import Trajectory, TrajectoryBuffer, Turn, pack
 from trajpack.packing.buffer.staging import Staging
-from trajpack.packing.buffer.tables import columns_for
 from trajpack.testing import assert_batches_equal, random_trajectory
 
 
@@ -82,9 +81,6 @@ def test_packing_leaves_the_buffer_as_it_was():
     assert_batches_equal(before, pack([conversation(seed=1)]))
 
 
-COLUMNS = columns_for(())
-
-
 def test_pinned_memory_is_asked_of_the_host_whatever_the_default_device(monkeypatch):
     asked = []
     genuine = torch.empty
@@ -94,7 +90,7 @@ def test_pinned_memory_is_asked_of_the_host_whatever_the_default_device(monkeypa
         return genuine(size, dtype=options["dtype"])
 
     monkeypatch.setattr(torch, "empty", empty)
-    Staging(torch.device("cuda"), COLUMNS)
+    Staging(torch.device("cuda"))
     assert all(options["device"] == "cpu" and options["pin_memory"] for options in asked)
     assert asked
 
@@ -112,35 +108,33 @@ class Copy:
 def test_the_next_batch_is_staged_beside_the_one_in_flight(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     first, second = Copy(), Copy()
-    staging = Staging(torch.device("cpu"), COLUMNS)
+    staging = Staging(torch.device("cpu"))
 
     def write(value):
-        staging.reserve(5, 1, words_used=0)
-        staging.region.stream[:5] = value
+        staging.reserve(5, 0)[:5] = value
 
     write(3)
-    in_flight = staging.send(5)
+    in_flight = staging.send(5, {})
     staging.region.copies = [first]
-    staging.clear(1)
+    staging.clear()
     assert len(staging.region.words) >= len(staging._spare.words), "room for as much"
     write(7)
     assert in_flight.stream.tolist() == [3] * 5
     assert first.waits == 0
     staging.region.copies = [second]
-    staging.clear(1)
+    staging.clear()
     write(8)
     assert (first.waits, second.waits) == (1, 0)
 
 
-@pytest.mark.parametrize("rows", [1, 16, 17, 200])
-def test_batches_of_one_size_take_two_regions_and_no_more(rows, monkeypatch):
+def test_batches_of_one_size_take_two_regions_and_no_more(monkeypatch):
     """Pinned memory takes long to allocate, and nothing else may use it."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    staging, regions = Staging(torch.device("cpu"), COLUMNS), []
+    staging, regions = Staging(torch.device("cpu")), []
     for _ in range(4):
-        staging.clear(rows)
-        staging.reserve(10 * rows, 0, words_used=0)
-        staging.reserve(0, rows, words_used=10 * rows)
+        staging.clear()
+        staging.reserve(100, 0)
+        staging.reserve(130, 100)  # the tables
         staging.region.copies = [Copy()]
         regions.append(staging.region)
     assert regions[::2] == [regions[0]] * 2
@@ -150,23 +144,10 @@ def test_batches_of_one_size_take_two_regions_and_no_more(rows, monkeypatch):
 
 def test_a_buffer_is_not_written_while_a_graph_is_captured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    staging = Staging(torch.device("cpu"), COLUMNS)
+    staging = Staging(torch.device("cpu"))
     staging.region.copies = [Copy()]
     with pytest.raises(RuntimeError, match="cannot be written while a CUDA graph is captured"):
-        staging.reserve(5, 1, words_used=0)
-
-
-def test_room_for_rows_follows_their_number():
-    staging = Staging(torch.device("cpu"), COLUMNS)
-    staging.reserve(100_000, 5000, words_used=0)
-    assert staging.region.num_rows >= 5000
-    staging.clear(5000)
-    assert staging.region.num_rows <= 2 * 5000 + 2500
-    staging.clear(20)
-    assert staging.region.num_rows == 32
-    words = staging.region.words
-    staging.reserve(100_000, 16, words_used=0)
-    assert staging.region.words is words, "memory is kept"
+        staging.reserve(5, 0)
 
 
 def test_what_does_not_fit_is_refused_and_leaves_nothing_behind():
@@ -218,22 +199,10 @@ def test_a_buffer_says_what_it_holds():
 
 def test_a_region_that_is_too_small_is_not_taken_again(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    staging = Staging(torch.device("cpu"), COLUMNS)
+    staging = Staging(torch.device("cpu"))
     staging.region.copies = [Copy()]
-    staging.clear(1)  # the first region is in flight, and small
-    staging.reserve(100_000, 5000, words_used=0)
+    staging.clear()  # the first region is in flight, and small
+    staging.reserve(100_000, 0)
     staging.region.copies = [Copy()]
-    staging.clear(5000)
+    staging.clear()
     assert len(staging.region.stream) >= 100_000, "room for as much"
-    assert all(len(table) >= 5000 for table in staging.reserve(0, 5000, words_used=0).values())
-
-
-def test_both_regions_give_up_rows_that_are_not_used(monkeypatch):
-    """A copy takes the unused rows along."""
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    staging = Staging(torch.device("cpu"), COLUMNS)
-    staging.reserve(100_000, 5000, words_used=0)
-    for rows in (5000, 20, 20, 20):
-        staging.region.copies = [Copy()]
-        staging.clear(rows)
-    assert [staging.region.num_rows, staging._spare.num_rows] == [32, 32]

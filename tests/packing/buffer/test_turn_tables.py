@@ -8,8 +8,6 @@ from hypothesis import given, strategies as st
 
 import trajpack
 from trajpack import Trajectory, TrajectoryBuffer, Turn, pack
-from trajpack.packing.buffer import buffer as buffer_module, tables as tables_module
-from trajpack.packing.buffer.tables import GrowingArray
 from trajpack.packing.types import VersionSpan
 from trajpack.testing import trajectory_lists
 
@@ -131,41 +129,6 @@ def test_groups_are_numbered_as_they_appear(groups, layout):
     assert batch.group_ids.tolist() == numbered(groups)
     assert batch.num_groups == len(set(numbered(groups)))
     assert type(batch.num_groups) is int
-
-
-def test_groups_of_a_call_that_failed_are_forgotten(monkeypatch):
-    buffer = TrajectoryBuffer(device="cpu")
-    buffer.extend(map(one_turn, ["a", None, "b"]))
-    buffer.pack()
-    monkeypatch.setattr(buffer_module, "MOST_WAITING", 1)
-
-    def interrupted(self, begin, block):
-        raise KeyboardInterrupt
-
-    for failing in (["c", "d", "e"], ["e", None]):
-        with monkeypatch.context() as patch:
-            patch.setattr(GrowingArray, "write", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                buffer.extend(map(one_turn, failing))
-    buffer.extend(map(one_turn, ["d", "b", "c", "d"]))
-    assert buffer.pack().group_ids.tolist() == [0, 1, 2, 3, 2, 4, 3]
-    assert buffer.pack().num_groups == 5
-
-
-def test_groups_that_wait_for_another_layout_are_numbered_once(monkeypatch):
-    monkeypatch.setattr(tables_module, "MAX_TOKENS", 50)
-    monkeypatch.setattr(buffer_module, "MOST_WAITING", 1)
-    buffer = TrajectoryBuffer(device="cpu")
-    buffer.add(one_turn("a"))
-    buffer.pack("turns")
-    turns = [Turn([1] * n, [1], [0.0]) for n in range(1, 12)]
-    for group in ("b", None, "a", "b"):
-        buffer.add(Trajectory("long", turns, group=group))
-    with pytest.raises(ValueError, match="layout 'turns' needs"):
-        buffer.pack("turns")
-    batch = buffer.pack("merged")
-    assert (batch.group_ids.tolist(), batch.num_groups) == ([0, 1, 2, 0, 1], 3)
-    assert batch.cu_generated.tolist() == list(range(46))
 
 
 def test_more_groups_than_16_bits_number_are_ordered():

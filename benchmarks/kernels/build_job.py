@@ -32,22 +32,20 @@ class Inputs(NamedTuple):
 
 
 def held(trajectories, fields=()):
-    """Fill a buffer; return its arena and how much is in it, in the turns layout."""
+    """Fill a buffer; return what a pack reads in the turns layout, and its tables."""
     buffer = TrajectoryBuffer(device="cpu", fields=fields)
     buffer.extend(trajectories)
-    state = buffer._arrange("turns")
-    return buffer._staging.send(state.num_words), state.counts
+    tables = buffer._tables_of("turns")
+    return buffer._staging.send(buffer._state.num_words, tables.arrays), tables
 
 
 def build_inputs(trajectories):
     """Return what `pack` hands to `build`."""
-    arena, counts = held(trajectories)
-    returns = discounted_returns(
-        arena.table("turn_rewards", counts.turns),
-        arena.table("cu_turns", counts.trajectories + 1),
-        arena.table("turn_discounts", counts.trajectories),
-    )
-    return Inputs(arena.stream, arena.table("runs", counts.spans + 1), returns, counts.tokens)
+    region, known = held(trajectories)
+    names = ("turn_rewards", "cu_turns", "turn_discounts", "runs")
+    rewards, cu_turns, discounts, runs = (region.tables[name] for name in names)
+    returns = discounted_returns(rewards, cu_turns, discounts)
+    return Inputs(region.stream, runs, returns, known.num_tokens)
 
 
 def stretches_read(runs):

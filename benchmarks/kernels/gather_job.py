@@ -39,9 +39,9 @@ def with_experts(trajectories):
 
 def gather_contest(workload, trajectories, device="cuda"):
     """Return what `hold_on_device` takes."""
-    arena, counts = held(with_experts(trajectories), (EXPERTS,))
-    tables = arena.table("runs", counts.spans + 1), arena.table("field_sources", counts.spans + 1)
-    layouts, tokens = [EXPERTS.layout], counts.tokens
+    region, known = held(with_experts(trajectories), (EXPERTS,))
+    tables = region.tables["runs"], region.tables["field_sources"]
+    layouts, tokens = [EXPERTS.layout], known.num_tokens
     expected = torch.cat(
         [
             torch.from_numpy(np.asarray(turn.fields[EXPERTS.name]))
@@ -49,7 +49,7 @@ def gather_contest(workload, trajectories, device="cuda"):
             for turn in trajectory.turns
         ]
     )
-    words, runs, sources = (one.to(device) for one in (arena.stream, *tables))
+    words, runs, sources = (one.to(device) for one in (region.stream, *tables))
     run = torch.repeat_interleave(runs[:, Run.START].diff(), output_size=tokens)
     offset = torch.arange(tokens, device=device) - runs[run, Run.START]
     places = sources[run, 0] // EXPERTS.row_bytes + offset

@@ -36,14 +36,10 @@ def sized(tokens):
 
 
 def sent_bytes(trajectories, layout="turns"):
-    """Return the bytes of stream and tables that a pack reads, and sends where there is a device.
-
-    Tables have room for some more rows than are used, and are sent with it.
-    """
+    """Return the bytes of stream and tables that a pack reads, and sends where there is a device."""
     buffer = filled(trajectories)
-    words = buffer._staging.send(buffer._arrange(layout).num_words).words
-    assert words.nbytes >= buffer.num_bytes
-    return words.nbytes
+    tables = buffer._tables_of(layout).arrays.values()
+    return buffer.num_bytes + sum(table.nbytes for table in tables)
 
 
 def moved_bytes(trajectories, tokens):

@@ -136,7 +136,6 @@ def contenders(trajectories):
     filled = TrajectoryBuffer(device="cpu")
     filled.extend(trajectories)
     batch, tree = filled.pack(), pack_tree(filled)
-    state = filled._arrange("merged")
 
     def whole(pack):
         def work():
@@ -150,7 +149,7 @@ def contenders(trajectories):
         assert got.unpack() == trajectories
 
     def check_plan(got):
-        assert got[0].chains.trie.num_nodes == tree.num_nodes
+        assert got[1].chains.trie.num_nodes == tree.num_nodes
 
     def check_row(got):
         assert torch.equal(got["old_log_probs"].sort().values, tree.rollout_logprobs.sort().values)
@@ -168,7 +167,7 @@ def contenders(trajectories):
     return [
         Contender(OURS, whole(partial(pack_tree, buffer)), nodes, check_tree),
         Contender(MERGED, whole(buffer.pack), tokens, check_tree),
-        Contender(PLAN, partial(arrange_tree, filled, state), nodes, check_plan),
+        Contender(PLAN, partial(arrange_tree, filled), nodes, check_plan),
         Contender(TREE_ROW, partial(with_tree_row, batch), "more", check_row),
         Contender(TRIES, tries, nodes, check_tries, missing=missing),
     ]

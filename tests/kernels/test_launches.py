@@ -132,9 +132,9 @@ def test_a_pack_needs_no_value_from_the_device(layout: Any) -> None:
 def test_a_value_read_from_the_device_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     returns_of_turns = buffer_module.returns_of_turns
 
-    def reading_returns(region: Any, counts: Any, impl: Any) -> Any:
-        assert int(region.table("runs", counts.spans + 1)[-1, 0].item()) == counts.tokens
-        return returns_of_turns(region, counts, impl)
+    def reading_returns(region: Any, most_turns: int, impl: Any) -> Any:
+        assert int(region.tables["runs"][-1, 0].item()) > 0
+        return returns_of_turns(region, most_turns, impl)
 
     monkeypatch.setattr(buffer_module, "returns_of_turns", reading_returns)
     assert isinstance(filled_buffer("cpu").pack(), PackedBatch)

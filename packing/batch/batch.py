@@ -16,7 +16,6 @@ import torch
 from trajpack.kernels.corrections.loss_weights import AGGREGATIONS
 from trajpack.kernels.dispatch import resolve_impl
 from trajpack.kernels.fields.units import UNITS
-from trajpack.kernels.runs import MAX_TOKENS, RUN_WIDTH, Run
 from trajpack.kernels.validation import check_choice, check_tensor
 from trajpack.packing.conversion import check_memory
 from trajpack.packing.layout import Layout
@@ -70,30 +69,52 @@ class GroupOrder(NamedTuple):
     cu_turns: torch.Tensor
 
 
-HOST_LENGTHS = frozenset(("generated_lens", "value_lens"))
-"""Numbers that packing leaves on the host, and that no mask changes."""
+class Longest(NamedTuple):
+    """Maxima over the trajectories and groups.
 
-
-class _MadeOnce:
-    """Makes a field at first access, once for all batches that share it.
-
-    Where two threads ask first at the same time, each may get a tensor of its own, over the same
-    memory.
+    Attributes:
+        generated: Generated tokens of a trajectory.
+        new: Tokens that are new with the turns of a trajectory, from `PackedBatch.turn_begin` on.
+        group: Turns of a group.
     """
 
-    def __init__(self, make: Callable[[str], Any]) -> None:
-        self._make: Callable[[str], Any] | None = make
-        self._made: Any = None
+    generated: int = 0
+    new: int = 0
+    group: int = 0
 
-    def __call__(self, name: str) -> Any:
-        if (make := self._make) is not None:
-            self._made, self._make = make(name), None
-        return self._made
 
-    @property
-    def parts(self) -> tuple[Any, Any]:
-        """The function that makes the field, and the field once it is made."""
-        return self._make, self._made
+class PackTables(NamedTuple):
+    """What packing knows beside the fields of a batch: tables on its device, facts on the host.
+
+    Attributes:
+        runs: int32 ``[runs + 1, 8]``, see `trajpack.kernels.runs.Run`: which turn generated what.
+        cu_new: int32 ``[turns + 1]``: tokens that are new with all turns before each.
+        group_order: Trajectories and turns in the order of their groups.
+        generated_lens: Generated tokens of each sequence.
+        value_lens: Values of each ragged field in each sequence, and generated tokens without any,
+            by name: int64 ``[sequences, 2]``.
+        longest: Maxima.
+        loss_mask: The mask that packing wrote: all generated tokens.
+    """
+
+    runs: torch.Tensor
+    cu_new: torch.Tensor
+    group_order: GroupOrder
+    generated_lens: tuple[int, ...]
+    value_lens: Mapping[str, npt.NDArray[np.int64]]
+    longest: Longest
+    loss_mask: torch.Tensor
+
+    def mapped(
+        self, change: Callable[[torch.Tensor], torch.Tensor], loss_mask: torch.Tensor
+    ) -> PackTables:
+        """Return the tables with other tensors."""
+        return self._replace(
+            runs=change(self.runs),
+            cu_new=change(self.cu_new),
+            group_order=GroupOrder(*map(change, self.tables.group_order)),
+            loss_mask=loss_mask,
+        )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -149,9 +170,9 @@ class PackedBatch(LabelMethods, LogprobMethods):
         birth_times_ms: Start times of the episodes, milliseconds since the epoch.
         turn_discounts: Discounts of the trajectories from one turn to the next.
         truncated_as_given: `Trajectory.truncated` of each; ``None`` where its last turn says it.
+        tables: What packing knows beside the fields.
         advantages: float32 ``[tokens]``: advantages, 0 where not generated; ``None`` at first.
         metrics: float64 ``[metrics]``: metrics of `with_advantages`, named by `metric_names`.
-            Computed at first access, if whitening did not need them.
         metric_names: Names of the metrics.
         ragged_values: ``[any, *shape]`` each: what the rows of ragged fields in `fields` refer to,
             by name. The order is any, and other numbers may be among them: see `ragged`.
@@ -195,34 +216,12 @@ class PackedBatch(LabelMethods, LogprobMethods):
     birth_times_ms: tuple[int | None, ...]
     turn_discounts: tuple[float, ...]
     truncated_as_given: tuple[bool | None, ...]
+    tables: PackTables
 
     advantages: torch.Tensor | None = None
-    metrics: torch.Tensor | None = dataclasses.field(default_factory=type(None))
+    metrics: torch.Tensor | None = None
     metric_names: tuple[str, ...] = ()
     ragged_values: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
-
-    @classmethod
-    def with_lazy_columns(
-        cls, ready: Mapping[str, Any], later: Mapping[str, Callable[[str], Any]]
-    ) -> Self:
-        """Make a batch whose fields in ``later`` are computed at first access, by their names.
-
-        Making a batch then costs the host the same at any size.
-        """
-        batch = object.__new__(cls)
-        batch.__dict__.update({"metrics": None, "ragged_values": {}, **ready}, _later=dict(later))
-        return batch
-
-    if not TYPE_CHECKING:  # type checkers then find misspelled fields
-
-        def __getattr__(self, name: str) -> Any:
-            make = self.__dict__.get("_later", {}).get(name)
-            if make is None:
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            if torch.is_inference_mode_enabled():
-                with torch.inference_mode(False):  # autograd may need the tensors later
-                    return self.__dict__.setdefault(name, make(name))
-            return self.__dict__.setdefault(name, make(name))
 
     @property
     def max_seqlen(self) -> int:
@@ -268,10 +267,13 @@ class PackedBatch(LabelMethods, LogprobMethods):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return fields that share no memory: pickles and deep copies hold the tensors alone."""
-        state = self._values() | {name: tensor.clone() for name, tensor in self.tensors().items()}
+        copies = {name: tensor.clone() for name, tensor in self.tensors().items()}
         fields, values = self.compact_fields()
-        fields = {name: fields[name].clone() for name in fields}
-        return state | {"fields": fields, "ragged_values": values}
+        fields = {name: rows.clone() for name, rows in fields.items()}
+        mask = copies["loss_mask"] if self._is_whole else self.tables.loss_mask.clone()
+        tables = self.tables.mapped(torch.Tensor.clone, mask)
+        more = {"fields": fields, "ragged_values": values, "tables": tables}
+        return self._values() | copies | more
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors of the batch by field name, without the extra fields in `fields`."""
@@ -285,7 +287,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
             name: value
             for name, value in values.items()
             if not isinstance(value, (torch.Tensor, type(None)))  # None: a missing tensor
-            and name not in ("fields", "token_fields", "ragged_values")
+            and name not in ("fields", "token_fields", "ragged_values", "tables")
         }
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
@@ -299,12 +301,16 @@ class PackedBatch(LabelMethods, LogprobMethods):
         }
         if all(moved[name] is tensor for name, tensor in self.tensors().items()):
             return self
+        mask = moved["loss_mask"] if self._is_whole else self.tables.loss_mask.to(device)
+        moved["tables"] = self.tables.mapped(
+            lambda table: table.to(device, non_blocking=non_blocking), mask
+        )
         compact = zip(("fields", "ragged_values"), self.compact_fields(), strict=True)
         for key, several in compact:
             moved[key] = {
                 name: one.to(device, non_blocking=non_blocking) for name, one in several.items()
             }
-        return self.replaced(**moved)
+        return dataclasses.replace(self, **moved)
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the memory of the batch from reuse while work of another stream reads it.
@@ -312,7 +318,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
         PyTorch's caching allocator reuses memory on the stream of its allocation as soon as no
         tensor holds it. This method records ``stream`` for all memory of the batch: the one
         allocation of the per-token fields, the one of all tables and the token stream, extra
-        fields, returns, advantages, and what metrics are made from. ``record_stream`` on a tensor
+        fields, returns, advantages and metrics. ``record_stream`` on a tensor
         covers its allocation alone. Call this method on the batch that the other stream reads,
         after `with_advantages`: a batch with advantages is another batch, with memory of its own.
 
@@ -322,12 +328,8 @@ class PackedBatch(LabelMethods, LogprobMethods):
         Args:
             stream: The `torch.cuda.Stream` that reads the batch.
         """
-        # fields that were not made yet are in the memory of the boundaries or of the token ids
-        shared = [self.cu_seqlens, self.input_ids]
-        own = self.__dict__.copy()  # another thread may make fields meanwhile
-        later = own.get("_later", {}).copy()
-        given = [*self.fields.values(), *self.ragged_values.values()]
-        record_storages([*shared, *own.values(), *later.values(), *given], stream)
+        more = [*self.fields.values(), *self.ragged_values.values(), self.tables]
+        record_storages([*self.tensors().values(), *more], stream)
 
     def model_inputs(self, *, mrope: bool = False) -> dict[str, Any]:
         """Return keyword arguments for a Hugging Face causal model's ``forward``.
@@ -489,7 +491,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
             "narrow", "mask", mask, dtypes=(torch.bool,), device=self.device,
             entries=self.num_tokens,
         )  # fmt: skip
-        return self.replaced(loss_mask=self.loss_mask & mask)
+        return dataclasses.replace(self, loss_mask=self.loss_mask & mask)
 
     def loss_weights(
         self,
@@ -548,7 +550,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
         weights = shares_of(aggregation, counts, places, denominator, chosen)
         if places is None or places.ids is not None:
             return weights
-        return spread(Turns(self.turn_ids, self.run_table), weights, impl=chosen)[0]
+        return spread(Turns(self.turn_ids, self.tables.runs), weights, impl=chosen)[0]
 
     def loss_denominator(
         self,
@@ -617,7 +619,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
             raise ValueError(f"importance_weights: per must be 'trajectory' or 'turn', got {per!r}")
         owners, num_slots = None, self.num_turns
         if per == "trajectory":
-            owners, num_slots = self.group_order.owners, self.cu_turns.shape[0] - 1
+            owners, num_slots = self.tables.group_order.owners, self.cu_turns.shape[0] - 1
         places = Places(None, self.turn_ids, owners, self.num_turns, num_slots)
         tokens = logprobs, self.rollout_logprobs, self.loss_mask
         check_weighed(*tokens, correction)
@@ -639,11 +641,11 @@ class PackedBatch(LabelMethods, LogprobMethods):
         if per == "row":
             owners, num_slots = self.turn_sequence, self.cu_seqlens.shape[0] - 1
         elif per == "trajectory" and has_slots:
-            owners, num_slots = self.group_order.owners, self.cu_turns.shape[0] - 1
+            owners, num_slots = self.tables.group_order.owners, self.cu_turns.shape[0] - 1
             if aggregation == "prompt_mean":
                 owners = self.group_ids[owners]
         if truncated == "mask" and self.num_turns:
-            cut_off = self.truncated[self.group_order.owners]
+            cut_off = self.truncated[self.tables.group_order.owners]
             if has_slots and owners is None:
                 owners = torch.arange(self.num_turns, dtype=torch.int32, device=self.device)
             if owners is not None:
@@ -660,83 +662,12 @@ class PackedBatch(LabelMethods, LogprobMethods):
     def _is_whole(self) -> bool:
         """Whether `loss_mask` is the one that packing wrote: all generated tokens."""
         mask = self.loss_mask
-        return self._has("longest") and not mask.is_inference() and mask._version == 0
-
-    @cached_property
-    def group_order(self) -> GroupOrder:
-        """Orders that the host made when it packed; of any other batch, a dozen launches."""
-        if self._has("turn_trajectory"):
-            tables = ["order_of_trajectories", "order_of_turns", "turn_trajectory"]
-            tables += ["cu_group_trajectories", "cu_group_turns"]
-            return GroupOrder(*(getattr(self, name) for name in tables))
-        turn = torch.arange(self.num_turns, device=self.device)
-        last = max(self.cu_turns.shape[0] - 2, 0)
-        owners = torch.searchsorted(self.cu_turns[1:].long(), turn, right=True).clamp(max=last)
-        of_turns = self.group_ids[owners]
-        orders = [torch.argsort(ids, stable=True).int() for ids in (self.group_ids, of_turns)]
-        group = torch.arange(self.num_groups + 1, dtype=torch.int32, device=self.device)
-        pairs = zip((self.group_ids, of_turns), orders, strict=True)
-        ends = [torch.searchsorted(ids[order], group, out_int32=True) for ids, order in pairs]
-        return GroupOrder(orders[0], orders[1], owners.int(), ends[0], ends[1])
-
-    @cached_property
-    def run_table(self) -> torch.Tensor:
-        """int32 ``[runs + 1, 8]``, see `trajpack.kernels.runs.Run`: which turn generated what.
-
-        The table that the host made when it packed; of any other batch a sort of the turns and a
-        dozen small operations make one without token ids, log-probabilities and versions.
-        """
-        if self._has("runs"):
-            known: torch.Tensor = getattr(self, "runs")  # noqa: B009 - no field
-            return known
-        order = torch.argsort(self.turn_spans[:, 0], stable=True)
-        begin, end = self.turn_spans[order].unbind(1)
-        table = begin.new_zeros((len(order) + 2, RUN_WIDTH))
-        table[1:-1, Run.START] = end.cummax(0).values
-        table[-1, Run.START].fill_(self.num_tokens)  # an assignment would wait for its copy
-        table[:-2, Run.GENERATED] = (begin - table[:-2, Run.START]).clamp(min=0)
-        table[-2, Run.GENERATED].fill_(MAX_TOKENS)  # what is behind the last turn
-        table[:-2, Run.TURN] = order
-        return table
-
-    def _has(self, name: str) -> bool:
-        """Return whether packing left a table or a number that is no field."""
-        return name in self.__dict__ or name in self.__dict__.get("_later", {})
-
-    @cached_property
-    def generated_lens(self) -> tuple[int, ...]:
-        """Generated tokens of each sequence."""
-        known = self.__dict__.get("_later", {}).get("generated_lens")
-        if known is not None:
-            counted: tuple[int, ...] = known("generated_lens")
-            return counted
-        sizes, sequence = self.cu_generated.diff().cpu(), self.turn_sequence.cpu().long()
-        lengths = torch.zeros(len(self), dtype=torch.int64).index_add_(0, sequence, sizes.long())
-        return tuple(lengths.tolist())
-
-    @cached_property
-    def value_lens(self) -> Mapping[str, npt.NDArray[np.int64]]:
-        """Values of each ragged field, by name: int64 ``[sequences, 2]`` on the host.
-
-        The second column has the generated tokens without any.
-        """
-        known = self.__dict__.get("_later", {}).get("value_lens")
-        if known is not None:
-            counted: Mapping[str, npt.NDArray[np.int64]] = known("value_lens")
-            return counted
-        lengths, (seqlens, starts) = {}, self.host_lengths
-        for name in self.ragged_values:
-            counts = self.fields[name][:, 1].cpu().numpy()
-            generated = self.turn_ids.cpu().numpy() >= 0
-            of_tokens = np.stack([counts, generated & (counts == 0)], 1)
-            before = np.pad(of_tokens.cumsum(0, dtype=np.int64), ((1, 0), (0, 0)))
-            lengths[name] = before[starts + seqlens] - before[starts]
-        return lengths
+        return mask is self.tables.loss_mask and not mask.is_inference() and mask._version == 0
 
     @property
     def value_counts(self) -> dict[str, tuple[int, int]]:
         """Values of each ragged field, and generated tokens without any."""
-        return summed(self.value_lens)
+        return summed(self.tables.value_lens)
 
     def compact_fields(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Return `fields` and `ragged_values` that hold the values in the order of the tokens."""
@@ -933,29 +864,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
             fill = int.from_bytes(field.layout.fill, sys.byteorder, signed=True)
             rows = bits.masked_fill(is_context, fill).view(field.dtype)
         fields = {**self.fields, field.name: rows}
-        return self.replaced(fields=fields, token_fields=declared)
-
-    def replaced(self, *, is_known: bool = False, **changes: Any) -> Self:
-        """Return the batch with other fields, and with the lengths that the host knows.
-
-        A field that was not made yet is made once, at first access, for both batches.
-
-        Args:
-            is_known: Whether tables and numbers that packing left, and cached properties, stay
-                valid. They are no fields.
-            changes: Fields of the new batch.
-        """
-        own = self.__dict__.copy()  # another thread may make fields meanwhile
-        shared, later = own.get("_later", {}), {}
-        kept = own.keys() | shared.keys() if is_known else FIELDS | HOST_LENGTHS
-        for name, make in shared.copy().items():
-            if name in kept and name not in own and name not in changes:
-                once = make if isinstance(make, _MadeOnce) else _MadeOnce(make)
-                shared[name] = later[name] = once
-        batch = object.__new__(type(self))
-        batch.__dict__.update({name: own[name] for name in own if name in kept})
-        batch.__dict__.update(changes, _later=later)
-        return batch
+        return dataclasses.replace(self, fields=fields, token_fields=declared)
 
     def _values(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -963,7 +872,3 @@ class PackedBatch(LabelMethods, LogprobMethods):
     def _versions(self) -> str:
         low, high = int(self.turn_version_start.min()), int(self.turn_version_end.max())
         return f"; policy version {low}" if low == high else f"; policy versions {low} to {high}"
-
-
-FIELDS = frozenset(field.name for field in dataclasses.fields(PackedBatch))
-"""Names of the fields of a batch."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +16,7 @@ from trajpack.kernels.fields.build import FIELD_DTYPES, expand_runs, field_of
 from trajpack.kernels.fields.gather_fields import gather_fields
 from trajpack.kernels.scan.credit_scan import credit_scan
 from trajpack.kernels.scan.scan_inputs import Scan
-from trajpack.packing.batch.batch import PackedBatch
+from trajpack.packing.batch.batch import GroupOrder, PackedBatch, PackTables
 from trajpack.packing.buffer.chains import (
     TrajectoryLabels,
     ValidatedTurns,
@@ -28,7 +27,8 @@ from trajpack.packing.buffer.chains import (
 )
 from trajpack.packing.buffer.staging import DeviceRegion, Staging
 from trajpack.packing.buffer.tables import (
-    NO_TABLES,
+    BESIDE,
+    GROUP_ORDER,
     Columns,
     StoredTurns,
     Tables,
@@ -47,15 +47,8 @@ ROUNDING = 0.01
 """Log-probabilities up to this are 0 with the rounding errors of an engine."""
 MOST_LOOKED_AT = 1 << 16
 """Log-probabilities of a call that are looked at for positive ones."""
-LABELS = {
-    "turn_discounts": "turn_discount",
-    "ids": "id",
-    "groups": "group",
-    "task_ids": "task_id",
-    "birth_times_ms": "birth_time_ms",
-    "truncated_as_given": "truncated",
-}
-"""Fields of a batch with an attribute of `TrajectoryLabels` for each trajectory."""
+LABELS = ("ids", "groups", "task_ids", "birth_times_ms", "turn_discounts", "truncated_as_given")
+"""Fields of a batch that are those of `TrajectoryLabels`, in their order."""
 MOST_WAITING = 1024
 """Calls whose numbers may wait, as Python's, until they become columns."""
 
@@ -291,10 +284,9 @@ class TrajectoryBuffer:
         state = self._state
         with self._staging.on_device():
             region = self._staging.send(state.num_words, tables.arrays)
-            ready, later = write_batch(region, tables, self.fields, chosen)
-        ready |= {"layout": layout, "num_generated": state.num_generated}
-        lazy = lazy_columns(region, self._labels, tables, self.fields)
-        return PackedBatch.with_lazy_columns(ready, lazy | later)
+            columns = write_batch(region, tables, self.fields, chosen)
+        columns |= {"layout": layout, "num_generated": state.num_generated}
+        return PackedBatch(**columns, **labels_of(self._labels[: state.num_trajectories]))
 
     def _append(self, intake: ValidatedTurns) -> tuple[StoredTurns, int]:
         """Append turns to the stream; return their positions and the new end."""
@@ -371,11 +363,10 @@ def returns_of_turns(region: DeviceRegion, most_turns: int, impl: Impl) -> torch
 
 def write_batch(
     region: DeviceRegion, tables: Tables, fields: Sequence[TokenField], impl: Impl
-) -> tuple[dict[str, Any], dict[str, Callable[[str], Any]]]:
+) -> dict[str, Any]:
     """Launch the kernels that write a batch from its tables and its stream.
 
-    Returns the per-token tensors and the turns' returns, and functions that make the tensors of
-    fields in memory that they share, by name.
+    Returns all columns of the batch but its layout, its number of generated tokens and its labels.
     """
     returns = returns_of_turns(region, tables.most_turns, impl)
     words, runs, tokens = region.stream, region.tables["runs"], tables.num_tokens
@@ -388,13 +379,27 @@ def write_batch(
         layouts = [field.layout for field in fields]
         gathered = gather_fields(words, runs, region.tables["field_sources"], layouts, tokens, impl)
         extra = {field.name: rows for field, rows in zip(fields, gathered, strict=True)}
-    ready: dict[str, Any] = {
+    columns: dict[str, Any] = {name: field_of(block, tokens, name) for name in FIELD_DTYPES}
+    of_region = region.tables
+    return {
+        **columns,
+        **{name: table for name, table in of_region.items() if name not in BESIDE},
         "turn_returns": returns,
         "fields": extra,
         "token_fields": tuple(fields),
         "ragged_values": values_of(words, fields),
+        "seqlens": tuple(tables.seqlens.tolist()),
+        "num_groups": tables.num_groups,
+        "tables": PackTables(
+            runs,
+            of_region["cu_new"],
+            GroupOrder(**{name: of_region[table] for name, table in GROUP_ORDER.items()}),
+            tuple(tables.generated_lens.tolist()),
+            by_field(fields, tables.value_lens),
+            tables.longest,
+            columns["loss_mask"],
+        ),
     }
-    return ready, dict.fromkeys(FIELD_DTYPES, partial(field_of, block, tokens))
 
 
 def values_of(words: torch.Tensor, fields: Sequence[TokenField]) -> dict[str, torch.Tensor]:
@@ -405,26 +410,7 @@ def values_of(words: torch.Tensor, fields: Sequence[TokenField]) -> dict[str, to
     return {field.name: field.values_in(words) for field in ragged}
 
 
-def lazy_columns(
-    region: DeviceRegion,
-    labels: Sequence[TrajectoryLabels],
-    tables: Tables,
-    fields: Sequence[TokenField],
-) -> dict[str, Callable[[str], Any]]:
-    """Return functions that make the tables and host values of a batch at first access, by name."""
-    num_trajectories = len(tables.arrays["group_ids"])
-
-    def of_labels(name: str) -> tuple[Any, ...]:
-        attribute = LABELS[name]
-        return tuple(getattr(label, attribute) for label in labels[:num_trajectories])
-
-    of_region = region.tables.keys() - NO_TABLES | {"runs"}
-    lengths = {"seqlens": tables.seqlens, "generated_lens": tables.generated_lens}
-    return {
-        **dict.fromkeys(of_region, lambda name: region.tables[name]),
-        **dict.fromkeys(LABELS, of_labels),
-        **dict.fromkeys(lengths, lambda name: tuple(lengths[name].tolist())),
-        "value_lens": lambda _: by_field(fields, tables.value_lens),
-        "num_groups": lambda _: tables.num_groups,
-        "longest": lambda _: tables.longest,
-    }
+def labels_of(labels: Sequence[TrajectoryLabels]) -> dict[str, Any]:
+    """Return the host tuples of a batch."""
+    columns = zip(*labels, strict=True) if labels else [()] * len(LABELS)
+    return dict(zip(LABELS, columns, strict=True))

@@ -9,7 +9,7 @@ import torch
 
 from trajpack.kernels.dispatch import Impl, check_not_captured, resolve_impl
 from trajpack.packing.batch.batch import PackedBatch
-from trajpack.packing.buffer.buffer import lazy_columns, write_batch
+from trajpack.packing.buffer.buffer import labels_of, write_batch
 from trajpack.packing.buffer.chains import ValidatedTurns, checked_labels, located, take_numbers
 from trajpack.packing.buffer.staging import Staging
 from trajpack.packing.buffer.tables import StoredTurns, check_layout, columns_of, tables_of
@@ -60,10 +60,9 @@ def pack_resident(
         if given:
             logprobs = torch.cat(intake.logprobs).float().view(torch.int32)
             region = region._replace(stream=torch.cat([torch.cat(intake.ids).int(), logprobs]))
-        ready, later = write_batch(region, tables, (), chosen)
-    ready |= {"layout": layout, "num_generated": intake.num_generated}
-    lazy = lazy_columns(region, intake.labels, tables, ())
-    return PackedBatch.with_lazy_columns(ready, lazy | later)
+        batch = write_batch(region, tables, (), chosen)
+    batch |= {"layout": layout, "num_generated": intake.num_generated}
+    return PackedBatch(**batch, **labels_of(intake.labels))
 
 
 def _take_in(trajectories: Sequence[Trajectory], layout: Layout) -> ValidatedTurns:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajpack.kernels.runs import MAX_TOKENS, RUN_WIDTH, Run
+from trajpack.packing.batch.batch import Longest
 from trajpack.packing.buffer.chains import TrajectoryLabels, ValidatedTurns
 from trajpack.packing.layout import LAYOUTS, Layout
 from trajpack.packing.token_fields import TokenField
@@ -19,8 +20,16 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 
 VERSION_START = [field.attribute for field in TURN_FIELDS].index("version_start")
 TRUNCATED = [field.attribute for field in TURN_FIELDS].index("truncated")
-NO_TABLES = frozenset(("runs", "field_sources", "turn_discounts"))
-"""Tables that kernels read and a batch does not have."""
+GROUP_ORDER = {
+    "trajectories": "order_of_trajectories",
+    "turns": "order_of_turns",
+    "owners": "turn_trajectory",
+    "cu_trajectories": "cu_group_trajectories",
+    "cu_turns": "cu_group_turns",
+}
+"""Table of each field of `GroupOrder`."""
+BESIDE = frozenset(("runs", "field_sources", "turn_discounts", "cu_new", *GROUP_ORDER.values()))
+"""Tables that are no fields of a batch."""
 
 
 class StoredTurns(NamedTuple):
@@ -165,17 +174,6 @@ def spans_of(columns: Columns) -> Spans:
         turn, chains, begins + start, begins + stop, version,
         columns.logprobs[turn] + start, columns.sources[chains],
     )  # fmt: skip
-
-
-class Longest(NamedTuple):
-    """Maxima over the trajectories and groups."""
-
-    generated: int = 0
-    """Generated tokens of a trajectory."""
-    new: int = 0
-    """Tokens that are new with the turns of a trajectory, from `PackedBatch.turn_begin` on."""
-    group: int = 0
-    """Turns of a group."""
 
 
 class Tables(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
@@ -142,16 +142,13 @@ def with_advantages(
         credit = _of_turns(batch, estimator, chosen)
     values, metrics = _whitened(credit, estimator.whitening, all_reduce, chosen)
     if credit.are_shared:
-        turns = Turns(batch.turn_ids, batch.run_table)
+        turns = Turns(batch.turn_ids, batch.tables.runs)
         values, _ = spread(
             turns, values, credit.steps, index=credit.place, weight=credit.weight, impl=chosen
         )
-    credited = batch.replaced(
-        is_known=True, advantages=values, returns=credit.returns, metric_names=METRICS
+    return replace(
+        batch, advantages=values, returns=credit.returns, metrics=metrics, metric_names=METRICS
     )
-    credited.__dict__.pop("metrics", None)  # computed at first access
-    credited.__dict__["_later"]["metrics"] = metrics
-    return credited
 
 
 def _estimator_of(given: Any) -> Estimator:
@@ -221,18 +218,15 @@ def chunks_of(batch: PackedBatch, estimator: TokenEstimator) -> Scan:
     """Return a scan of the tokens that each turn generated, without what the estimator makes of it.
 
     Where tokens that were not generated are steps, all tokens that are new with a turn belong to
-    it. The host summed up their numbers when it packed; for any other batch three small launches
-    do.
+    it.
     """
     spans, begins, cu_positions = batch.turn_spans, batch.turn_spans[:, 0], batch.cu_generated
+    longest = batch.tables.longest
     num_positions = batch.num_generated
     are_steps = getattr(estimator, "observation", "carry") not in PASSING
     if are_steps:
         begins, num_positions = batch.turn_begin, batch.num_tokens
-        known: torch.Tensor | None = getattr(batch, "cu_new", None)
-        cu_positions = torch.zeros_like(batch.cu_generated) if known is None else known
-        if known is None:
-            torch.cumsum(spans[:, 1] - begins, 0, dtype=torch.int32, out=cu_positions[1:])
+        cu_positions = batch.tables.cu_new
     return Scan(
         batch.cu_turns,
         cu_positions=cu_positions,
@@ -241,16 +235,8 @@ def chunks_of(batch: PackedBatch, estimator: TokenEstimator) -> Scan:
         turn_rewards=batch.turn_rewards,
         turn_ids=batch.turn_ids,
         num_positions=num_positions,
-        max_seqlen=_longest(batch, are_steps),
+        max_seqlen=longest.new if are_steps else longest.generated,
     )
-
-
-def _longest(batch: PackedBatch, are_steps: bool) -> int | None:
-    """Return an upper bound of a trajectory's scanned tokens, ``None`` where the host has none."""
-    longest = getattr(batch, "longest", None)  # of a batch as it was packed
-    if longest is not None:
-        return int(longest.new if are_steps else longest.generated)
-    return batch.max_seqlen if len(batch.seqlens) == len(batch.ids) else None
 
 
 def _of_tokens(batch: PackedBatch, estimator: TokenEstimator, inputs: Inputs, impl: str) -> Credit:
@@ -285,14 +271,14 @@ def _of_tokens(batch: PackedBatch, estimator: TokenEstimator, inputs: Inputs, im
         )
     scan = scan._replace(limits=Limits(**options))
     values, returns = credit_scan(scan, OP, impl)
-    turns = Turns(batch.turn_ids, batch.run_table) if by_turn or masks else None
+    turns = Turns(batch.turn_ids, batch.tables.runs) if by_turn or masks else None
     if by_turn and turns is not None:
         first = batch.turn_spans[:, 0]
         values, returns = spread(turns, values, index=first, others=returns, impl=impl)
     if not masks or turns is None:
         return Credit(values, lambda: batch.loss_mask, returns)
     valid = (~batch.truncated).float()
-    counts = spread(turns, valid, index=batch.group_order.owners, impl=impl)[0] > 0
+    counts = spread(turns, valid, index=batch.tables.group_order.owners, impl=impl)[0] > 0
     return Credit(torch.where(counts, values, 0.0), partial(_counts, counts, None), returns)
 
 
@@ -301,7 +287,7 @@ def _of_turns(batch: PackedBatch, estimator: Estimator, impl: str) -> Credit:
     values, returns = batch.turn_returns, _returns(batch, impl)
     valid = None
     if estimator.truncated != "keep":
-        valid = ~batch.truncated[batch.group_order.owners]
+        valid = ~batch.truncated[batch.tables.group_order.owners]
         values = torch.where(valid, values, 0.0)
     counts = partial(_counts_of_turns, batch, valid)
     return Credit(values, counts, returns, are_shared=True)
@@ -313,7 +299,7 @@ def _of_groups(batch: PackedBatch, estimator: GroupEstimator, inputs: Inputs, im
     truncated = batch.truncated if estimator.truncated == "mask" else None
     members = _members(batch, impl, given=inputs.scores, clip=clip, truncated=truncated)
     valid = None if truncated is None else ~truncated
-    rule, order, num_groups = estimator.rule, batch.group_order, batch.num_groups
+    rule, order, num_groups = estimator.rule, batch.tables.group_order, batch.num_groups
     known = getattr(batch, "longest", None)
     longest = None if known is None else int(known.group)
     by_group = Members(
@@ -410,7 +396,7 @@ def spread_over_tokens(batch: PackedBatch, x: torch.Tensor, of: Unit) -> torch.T
     if not batch.num_turns:
         return x.new_zeros(batch.num_tokens, *x.shape[1:])
     if of == "trajectory":
-        x = x[batch.group_order.owners.long()]
+        x = x[batch.tables.group_order.owners.long()]
     return torch.where(is_generated, x[batch.turn_ids.long().clamp(min=0)], x.new_zeros(()))
 
 
@@ -439,7 +425,7 @@ def _returns(batch: PackedBatch, impl: str) -> torch.Tensor:
     """Return the turns' returns at their tokens, also of a batch that has other returns."""
     if batch.advantages is None:
         return batch.returns
-    turns = Turns(batch.turn_ids, batch.run_table)
+    turns = Turns(batch.turn_ids, batch.tables.runs)
     return spread(turns, batch.turn_returns, impl=impl)[0]
 
 
@@ -465,31 +451,24 @@ def _members(
 
 def _whitened(
     credit: Credit, whitening: int | None, all_reduce: AllReduce | None, impl: str
-) -> tuple[torch.Tensor, Callable[[str], torch.Tensor]]:
-    """Return values, whitened over all ranks if asked for, and the function that makes metrics.
-
-    Its tensors are arguments of ``partial``, where `PackedBatch.record_stream` finds them.
-    """
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return values, whitened over all ranks if asked for, and metrics."""
     values = credit.values
     if whitening is None:
-        return values, partial(_moments, credit, impl)
+        return values, _moments(credit, impl)
     counts = credit.counts()
     if all_reduce is None:
         whitened, own = whiten_by(values, counts, None, ddof=whitening, impl=impl)
-        return whitened, partial(_known, own)
+        return whitened, own
     own = moments_of(values, counts, impl)
     sums = sums_of_moments(own)
     all_reduce(sums)
     given = moments_of_sums(sums)
     whitened, _ = whiten_by(values, counts, given, ddof=whitening, impl=impl)
-    return whitened, partial(_known, own)
+    return whitened, own
 
 
-def _known(metrics: torch.Tensor, _: str) -> torch.Tensor:
-    return metrics
-
-
-def _moments(credit: Credit, impl: str, _: str) -> torch.Tensor:
+def _moments(credit: Credit, impl: str) -> torch.Tensor:
     """Return the moments of values that were not whitened."""
     if credit.steps is None or credit.place is None:
         return moments_of(credit.values, credit.counts(), impl)

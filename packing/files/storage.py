@@ -10,6 +10,7 @@ import uuid
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -251,4 +252,5 @@ def _batch_of(arrays: Arrays) -> tuple[PackedBatch, Mapping[str, Any]]:
         dtype, like = as_array(templates[name])
         later[name] = as_tensor(dtype, arrays[name].copy().view(like.dtype).reshape(like.shape))
     rows = {name: later.pop(f"fields.{name}", packed) for name, packed in batch.fields.items()}
-    return batch.replaced(fields=rows, metric_names=metric_names, **later), host["options"]
+    loaded = replace(batch, fields=rows, metric_names=metric_names, **later)
+    return loaded, host["options"]

@@ -82,7 +82,7 @@ def lengths_of(seqlens: Iterable[int]) -> Lengths:
 
 
 def summed(value_lens: Mapping[str, Ints]) -> dict[str, tuple[int, int]]:
-    """Return the sums of rows of `PackedBatch.value_lens`."""
+    """Return the sums of rows of `PackTables.value_lens`."""
     return {name: (*lengths.sum(0).tolist(),) for name, lengths in value_lens.items()}
 
 
@@ -166,7 +166,7 @@ class TokenSelection:
     ) -> None:
         self._batch, self._alignment = batch, alignment
         self._names, self._sources = _sources(batch, tensors, alignment)
-        self._value_lens = batch.value_lens if batch.ragged_values else {}
+        self._value_lens = batch.tables.value_lens if batch.ragged_values else {}
 
     def tables(self, placed: Iterable[PaddedMicroBatch]) -> list[SegmentTable]:
         """Return the table of each micro-batch."""
@@ -195,7 +195,7 @@ class TokenSelection:
         cu_padded = table[Segment.START, :num_boundaries]
         same = seqlens == padded_seqlens
         fixed = alignment.total if alignment.max_sequences is not None else None
-        generated = self._batch.generated_lens
+        generated = self._batch.tables.generated_lens
         return MicroBatch(
             **{name: selected.pop(name) for name in OWN},
             position_ids=position_ids,

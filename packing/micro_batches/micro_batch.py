@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -62,9 +61,8 @@ def moved(batch: M, move: Callable[[torch.Tensor], torch.Tensor]) -> M:
 def record_storages(values: Iterable[Any], stream: torch.Stream) -> None:
     """Call ``record_stream`` once for each storage in some values, where their device has streams.
 
-    Values are tensors, named tuples of them, functions of ``partial`` that have them as positional
-    arguments, and objects with ``parts``; tensors in others are not found. The caching allocator
-    counts by storage: a view of the same memory needs no call.
+    Values are tensors and named tuples of them; tensors in others are not found. The caching
+    allocator counts by storage: a view of the same memory needs no call.
     """
     tensors = (tensor for value in values for tensor in _tensors_in(value))
     by_storage = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
@@ -76,17 +74,9 @@ def record_storages(values: Iterable[Any], stream: torch.Stream) -> None:
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, partial):
-        yield from _tensors_in_all(value.args)
     elif hasattr(value, "_fields"):  # a named tuple; others have many host values, and no tensors
-        yield from _tensors_in_all(value)
-    else:
-        yield from _tensors_in_all(getattr(value, "parts", ()))
-
-
-def _tensors_in_all(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        yield from _tensors_in(value)
+        for part in value:
+            yield from _tensors_in(part)
 
 
 def model_inputs(

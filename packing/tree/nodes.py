@@ -42,11 +42,6 @@ class Entries(PackedBatch):
     as a trainer's format, refuses them.
     """
 
-    @property
-    def generated_lens(self) -> tuple[int, ...]:
-        """Entries of each turn; all of them are generated."""
-        return self.seqlens
-
     labels: Any = _refused("labels", "call TreeBatch.labels")
     logprobs: Any = _refused("logprobs", "call TreeBatch.logprobs")
     model_inputs: Any = _refused("model_inputs", "call TreeBatch.model_inputs")

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 
 from trajpack.kernels.dispatch import Impl, resolve_impl
+from trajpack.kernels.fields.build import FIELD_DTYPES
 from trajpack.kernels.fields.gather_fields import gather_fields
 from trajpack.kernels.runs import MAX_TOKENS, RUN_WIDTH, Run, in_tiles
 from trajpack.packing.batch.batch import PackedBatch
-from trajpack.packing.buffer.buffer import TrajectoryBuffer, lazy_columns, values_of, write_batch
+from trajpack.packing.buffer.buffer import TrajectoryBuffer, labels_of, values_of, write_batch
 from trajpack.packing.buffer.staging import DeviceRegion
-from trajpack.packing.buffer.tables import NO_TABLES, Tables
+from trajpack.packing.buffer.tables import Tables, by_field
 from trajpack.packing.conversion import INT32_MAX, shown
 from trajpack.packing.token_fields import TokenField
 from trajpack.packing.tree.nodes import Boundary, Entries
@@ -121,7 +122,7 @@ def tree_of(batch: PackedBatch, share: Share = "once", boundary: Boundary = "sha
         value = getattr(batch, name)
         of_tokens = name in ("returns", "advantages", "loss_mask") and value is not None
         kept[name] = value[at] if of_tokens else value
-    return dataclasses.replace(tree, entries=tree.entries.replaced(**kept))
+    return dataclasses.replace(tree, entries=dataclasses.replace(tree.entries, **kept))
 
 
 def _tree_of_buffer(
@@ -137,37 +138,40 @@ def _tree_of_buffer(
     tables, plan = arrange_tree(buffer, duplicate=boundary == "duplicate")
     with buffer._staging.on_device():
         region = buffer._staging.send(buffer._state.num_words, tables.arrays)
-        ready, written = _write(region, plan, tables, buffer.fields, chosen)
+        columns = _write(region, plan, tables, chosen)
         of_nodes, of_entries = (
             _gather(region, plan, buffer.fields, chosen) if buffer.fields else ({}, {})
         )
-    later = lazy_columns(region, buffer._labels, tables, buffer.fields)
     chains, num_nodes = plan.chains, plan.chains.trie.num_nodes
-    given: dict[str, Any] = {
-        name: later.pop(name)(name) for name in tables.arrays.keys() - NO_TABLES
-    }
-    del later["seqlens"], later["runs"]  # those of nodes
-    cu_seqlens, prompt_nodes = given.pop("cu_seqlens"), given.pop("turn_begin")
-    bounds = given["cu_generated"]
     # `data`: nodes and entries share memory, but a write to one is none to the other
-    given |= {name: field[plan.first_entry :].data for name, field in written.items()}
-    given |= ready | {
+    nodes = {name: columns[field][:num_nodes].data for name, field in NODE_FIELDS.items()}
+    columns |= {name: columns[name][plan.first_entry :].data for name in FIELD_DTYPES}
+    cu_seqlens, prompt_nodes = columns["cu_seqlens"], columns["turn_begin"]
+    bounds, lengths = columns["cu_generated"], tuple((chains.end - chains.begin).tolist())
+    columns |= {
         "turn_begin": bounds[:-1].clone(),
         "cu_seqlens": bounds.clone(),
-        "cu_new": bounds,
-        "seqlens": tuple((chains.end - chains.begin).tolist()),
+        "seqlens": lengths,
         "layout": "turns",
-        "longest": tables.longest._replace(new=tables.longest.generated),
         "num_generated": buffer._state.num_generated,
         "fields": of_entries,
         "token_fields": buffer.fields,
+        "ragged_values": values_of(region.stream, buffer.fields),
+        "tables": columns["tables"]._replace(
+            runs=_runs_of(region, plan)[1],
+            cu_new=bounds,
+            generated_lens=lengths,
+            value_lens=by_field(buffer.fields, tables.value_lens),
+            longest=tables.longest._replace(new=tables.longest.generated),
+            loss_mask=columns["loss_mask"],
+        ),
     }
     return TreeBatch(
-        **{name: written[field][:num_nodes].data for name, field in NODE_FIELDS.items()},
+        **nodes,
         cu_seqlens=cu_seqlens,
         turn_prompt_node=prompt_nodes,
         fields=of_nodes,
-        entries=Entries.with_lazy_columns(given, later),
+        entries=Entries(**columns, **labels_of(buffer._labels)),
         num_trained=plan.num_trained,
         seqlens=tuple(np.diff(chains.trie.roots).tolist()),
         share=share,
@@ -301,15 +305,11 @@ def _runs_of(region: DeviceRegion, plan: TreePlan) -> tuple[torch.Tensor, torch.
     return runs[:split], of_entries
 
 
-def _write(
-    region: DeviceRegion, plan: TreePlan, tables: Tables, fields: Sequence[TokenField], impl: Impl
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Write nodes and entries; return what is no tensor of tokens, and the fields by name."""
+def _write(region: DeviceRegion, plan: TreePlan, tables: Tables, impl: Impl) -> dict[str, Any]:
+    """Write nodes and entries; return their columns by name, nodes first."""
     num_nodes, rows = plan.chains.trie.num_nodes, region.tables["runs"][: plan.num_node_rows]
-    ready, later = write_batch(region, tables, (), impl)
-    ready["ragged_values"] = values_of(region.stream, fields)
-    written = {name: make(name) for name, make in later.items()}
-    parents = written[NODE_FIELDS["tree_parent"]][:num_nodes]
+    columns = write_batch(region, tables, (), impl)
+    parents = columns[NODE_FIELDS["tree_parent"]][:num_nodes]
     if parents.device.type == "cpu":  # a tenth of the time of torch's operators
         host, table = parents.numpy(), rows.numpy()
         host[:] = np.arange(-1, num_nodes - 1, dtype=np.int32)
@@ -317,7 +317,7 @@ def _write(
     else:
         torch.arange(-1, num_nodes - 1, out=parents)
         parents[rows[:, Run.START].long()] = rows[:, PARENT]
-    return ready, written
+    return columns
 
 
 def _gather(

@@ -81,7 +81,7 @@ def statistics_of(tree: TreeBatch) -> TreeStatistics:
     groups, _ = number_groups(tree.entries.groups)
     num_tokens, num_merged = int(end.sum()), int(trie.lengths.sum())
     in_trajectories = _num_distinct(tree, owner[opening])
-    in_groups = _num_distinct(tree, groups[owner[opening]])
+    in_groups = _num_distinct(tree, groups.astype(np.int64)[owner[opening]])
     return TreeStatistics(
         num_trees=len(tree),
         num_trajectories=len(tree.entries.ids),

@@ -13,8 +13,10 @@ import numpy as np
 import torch
 
 from trajpack.kernels.fields.units import UNITS
+from trajpack.kernels.runs import RUN_WIDTH, Run
 from trajpack.kernels.scan.observations import PASSING
 from trajpack.packing.batch.batch import UNALIGNED, PackedBatch, SequenceOf
+from trajpack.packing.buffer.tables import cumulative
 from trajpack.packing.conversion import sent
 from trajpack.packing.micro_batches.alignment import Alignment
 from trajpack.packing.micro_batches.cutting import merged
@@ -28,7 +30,7 @@ from trajpack.packing.tree.chain_plan import (
 from trajpack.packing.tree.micro_batches import TreeMicroBatch, cut_chains, place_turns
 from trajpack.packing.tree.nodes import Entries, TreeNodes
 from trajpack.packing.tree.statistics import TreeStatistics, statistics_of
-from trajpack.packing.tree.trie import expanded
+from trajpack.packing.tree.trie import Ints, expanded
 
 if TYPE_CHECKING:
     from trajpack.kernels.corrections.importance_weights import Correction
@@ -347,6 +349,23 @@ class TreeBatch(TreeNodes):
             "layout": "merged",
             "seqlens": tuple(lengths.tolist()),
         }
+        sizes = (end - begin).astype(np.int64)
+        runs = np.zeros((len(sizes) + 1, RUN_WIDTH), np.int32)  # without sources
+        order = np.argsort(begin, kind="stable")
+        runs[1:, Run.START], runs[:-1, Run.TURN] = end[order], order
+        runs[:-1, Run.GENERATED] = begin[order] - runs[:-1, Run.START]
+        cu_new = cumulative(end - begins)
+        of_turns = entries.tables.value_lens.items()
+        given["tables"] = entries.tables._replace(
+            runs=torch.from_numpy(runs),
+            cu_new=torch.from_numpy(cu_new),
+            generated_lens=tuple(np.bincount(chain, sizes, len(lengths)).astype(int).tolist()),
+            value_lens={name: _summed(lens, chain, len(lengths)) for name, lens in of_turns},
+            longest=entries.tables.longest._replace(
+                new=int(np.diff(cu_new[entries.cu_turns]).max(initial=0))
+            ),
+            loss_mask=given["loss_mask"] if entries._is_whole else ~given["prompt_mask"],
+        )
         return PackedBatch(**given)
 
     def unpack(self) -> list[Trajectory]:
@@ -373,6 +392,13 @@ class TreeBatch(TreeNodes):
             f"{len(self)} trees; {self.num_nodes:,} nodes, {self.num_entries:,} entries; "
             f"share {self.share!r}, boundary {self.boundary!r}; {self.device})"
         )
+
+
+def _summed(lengths: Ints, owners: Ints, count: int) -> Ints:
+    """Return the sums of rows that have the same owner."""
+    sums = np.zeros((count, lengths.shape[1]), np.int64)
+    np.add.at(sums, owners, lengths)
+    return sums
 
 
 def _spread(

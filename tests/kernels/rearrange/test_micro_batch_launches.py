@@ -38,7 +38,6 @@ def test_a_plan_is_one_copy_and_a_launch_for_each_micro_batch(
     batch = some_batch(device="meta")
     tensors = of_the_loss(some_batch())
     tensors = {name: tensor.to("meta") for name, tensor in tensors.items()}
-    batch.tensors()  # which are made when they are first asked for
     plan = plan_micro_batches(
         batch.seqlens, capacity, align=alignment.sequence_multiple, oversized="own_bin"
     )

@@ -242,7 +242,7 @@ def test_an_episode_counts_once_and_ends_as_it_did(trajectories, layout):
     }
     sums = [sum(turn.reward for turn in one.turns) for one in trajectories]
     of_all = ["skyrl", "slime", "slime, train", "prime-rl"]
-    if min(batch.generated_lens, default=1):  # verl loses rewards of rows without a response
+    if min(batch.tables.generated_lens, default=1):  # verl loses rewards of rows without a response
         of_all.append("verl")
     for name in of_all:
         write, read = readers[name]

@@ -4,7 +4,6 @@ import copy
 import cProfile
 import pickle
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -22,11 +21,12 @@ def assert_same(buffer, layout, kept):
     """Check that the buffer packs what one call packs, and what the host knows beside."""
     batch, expected = buffer.pack(layout), pack(kept, layout, device="cpu")
     assert_batches_equal(batch, expected)
-    assert batch.longest == expected.longest
-    assert batch.generated_lens == expected.generated_lens
-    assert torch.equal(batch.cu_new, expected.cu_new)
-    assert all(map(torch.equal, batch.group_order, expected.group_order))
-    order, owners = batch.group_order, batch.group_order.owners.long()
+    assert batch.tables.longest == expected.tables.longest
+    assert batch.tables.generated_lens == expected.tables.generated_lens
+    assert torch.equal(batch.tables.cu_new, expected.tables.cu_new)
+    assert all(map(torch.equal, batch.tables.group_order, expected.tables.group_order))
+    order = batch.tables.group_order
+    owners = order.owners.long()
     assert torch.equal(order.trajectories.long(), batch.group_ids.argsort(stable=True))
     assert torch.equal(order.turns.long(), batch.group_ids[owners].argsort(stable=True))
 
@@ -178,20 +178,6 @@ def test_the_callers_arrays_are_not_held():
     assert sys.getrefcount(prompt) == before
 
 
-def test_deferred_fields_are_read_from_many_threads():
-    for _ in range(30):
-        batch = filled(5).pack()
-        with ThreadPoolExecutor(8) as pool:
-            read = list(pool.map(lambda _, b=batch: (b.ids, b.seqlens), range(16)))
-        assert len(set(read)) == 1
-
-
-def test_deferred_tensors_are_a_trainers_whoever_asks_first():
-    batch = filled(5).pack()
-    with torch.inference_mode():
-        assert batch.turn_rewards.is_inference() is False
-
-
 @pytest.mark.parametrize("call", [TrajectoryBuffer().extend, pack, pack_tree, pack_resident])
 def test_one_trajectory_is_not_a_list(call):
     said = r"expected a list of Trajectory, got one Trajectory; write pack\(\[trajectory\]\)"
@@ -205,11 +191,11 @@ def test_a_batch_keeps_its_lengths_when_the_buffer_packs_another_layout(layout):
     given = [random_trajectory(rng, str(i), num_turns=3, prompt=(1, 9)) for i in range(9)]
     buffer = TrajectoryBuffer(device="cpu")
     buffer.extend(given)
-    batch = buffer.pack(layout)  # its lengths are asked for at the end
+    batch = buffer.pack(layout)
     buffer.pack("turns" if layout == "merged" else "merged")
     plain = pack(given, layout, device="cpu")
     assert batch.seqlens == plain.seqlens
-    assert batch.generated_lens == plain.generated_lens
+    assert batch.tables.generated_lens == plain.tables.generated_lens
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
@@ -224,4 +210,4 @@ def test_a_batch_keeps_its_runs_when_the_buffer_is_filled_again(impl, executor):
     buffer.clear()
     buffer.extend(others)
     buffer.pack()
-    assert torch.equal(batch.run_table, pack(given, device="cpu", impl=impl).run_table)
+    assert torch.equal(batch.tables.runs, pack(given, device="cpu", impl=impl).tables.runs)

@@ -96,16 +96,18 @@ def test_new_tokens_are_counted_and_the_longest_trajectory_is_known(first, secon
     for part in (first, second):
         buffer.extend(part)
         batch = buffer.pack(layout)
-        cu_new, bounds = batch.cu_new, batch.cu_turns.long()
+        cu_new, bounds = batch.tables.cu_new, batch.cu_turns.long()
         assert torch.equal(cu_new.diff(), batch.turn_spans[:, 1] - batch.turn_begin)
-        for most, table in zip(batch.longest[:2], (batch.cu_generated, cu_new), strict=True):
+        for most, table in zip(batch.tables.longest[:2], (batch.cu_generated, cu_new), strict=True):
             assert most == max(table[bounds].diff().tolist(), default=0)
-        of_turns = batch.group_ids[batch.group_order.owners.long()]
-        assert batch.longest.group == max(of_turns.bincount().tolist(), default=0)
-        assert torch.equal(batch.group_order.cu_turns.diff(), of_turns.bincount())
+        of_turns = batch.group_ids[batch.tables.group_order.owners.long()]
+        assert batch.tables.longest.group == max(of_turns.bincount().tolist(), default=0)
+        assert torch.equal(batch.tables.group_order.cu_turns.diff(), of_turns.bincount())
     entries = trajpack.pack_tree(buffer).entries
-    assert torch.equal(entries.cu_new, batch.cu_generated)
-    assert entries.longest == batch.longest._replace(new=batch.longest.generated)
+    assert torch.equal(entries.tables.cu_new, batch.cu_generated)
+    assert entries.tables.longest == batch.tables.longest._replace(
+        new=batch.tables.longest.generated
+    )
 
 
 def one_turn(group):
@@ -135,6 +137,6 @@ def test_more_groups_than_16_bits_number_are_ordered():
     buffer, count = TrajectoryBuffer(device="cpu"), (1 << 16) + 3
     turn = [Turn([1], [2], [0.0])]
     buffer.extend(Trajectory("a", turn, group=str(i)) for i in [*range(count), 0])
-    order = buffer.pack().group_order
+    order = buffer.pack().tables.group_order
     assert order.trajectories.tolist() == [0, count, *range(1, count)]
     assert order.turns.tolist() == order.trajectories.tolist()

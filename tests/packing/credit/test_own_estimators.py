@@ -183,7 +183,7 @@ def test_a_narrowed_mask_counts_in_weights_and_rows_and_stays_known_to_the_host(
     assert not weights[~narrowed.loss_mask].any()
     rows, _ = narrowed.logprob_rows()
     assert (rows >= 0).sum() == kept
-    assert "generated_lens" in narrowed._later
+    assert narrowed.tables.generated_lens == batch.tables.generated_lens
     assert torch.equal(narrowed.advantages, batch.advantages)
     with pytest.raises(TypeError, match="narrow: mask must be bool, got int64"):
         batch.narrow(mask.long())

@@ -52,7 +52,7 @@ def test_rows_are_one_before_each_generated_token(sizes: Any, forgets: bool, lay
     of_sequences = torch.zeros(len(batch)).index_add_(
         0, batch.sequence_ids.long(), batch.loss_mask.float()
     )
-    assert batch.generated_lens == tuple(of_sequences.int().tolist())
+    assert batch.tables.generated_lens == tuple(of_sequences.int().tolist())
 
 
 @given(SIZES, st.integers(0, 3))
@@ -91,13 +91,13 @@ def test_shapes_that_must_not_change_have_rows_that_are_left_over() -> None:
 
 def test_a_batch_knows_its_generated_tokens_without_reading_a_device(monkeypatch) -> None:
     batch = pack(trajectories([[2, 3], [1, 4]], forgets=True), device="cpu")
-    expected = batch.generated_lens
+    expected = batch.tables.generated_lens
     for one in (pack(batch.unpack(), device="cpu"), batch.to("meta")):
         credited = one.with_advantages(GRPO()) if one.device.type in HOSTS else one
         if one is not credited:
             with monkeypatch.context() as patch:
                 patch.setattr(torch.Tensor, "cpu", None)
-                assert credited.generated_lens == expected
+                assert credited.tables.generated_lens == expected
 
 
 def test_log_probabilities_read_nothing_from_a_device() -> None:

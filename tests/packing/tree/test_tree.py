@@ -94,7 +94,7 @@ def test_entries_are_the_generated_tokens_in_the_order_of_turns(trajectories):
     assert batch.rollout_logprobs.tolist() == logprobs
     bounds = itertools.accumulate((len(turn.completion_ids) for turn in turns), initial=0)
     assert batch.entries.cu_generated.tolist() == [*bounds]
-    assert batch.entries.generated_lens == tuple(len(turn.completion_ids) for turn in turns)
+    assert batch.entries.tables.generated_lens == tuple(len(turn.completion_ids) for turn in turns)
 
 
 @given(trajectory_lists())

@@ -112,7 +112,7 @@ class PackTables(NamedTuple):
         return self._replace(
             runs=change(self.runs),
             cu_new=change(self.cu_new),
-            group_order=GroupOrder(*map(change, self.tables.group_order)),
+            group_order=GroupOrder(*map(change, self.group_order)),
             loss_mask=loss_mask,
         )
 

@@ -407,11 +407,10 @@ def ms_of(work: Work, setting: Setting) -> float:
 def parts_of_pack(buffer: TrajectoryBuffer, setting: Setting) -> Row:
     """Return the host's milliseconds of the parts of a pack, of all, and with the wait."""
     places: dict[str, tuple[Any, str]] = {
-        "arrange": (buffer, "_arrange"),
+        "tables": (buffer, "_tables_of"),
         "send": (getattr(buffer, "_staging", None), "send"),
         "returns": (buffer_module, "returns_of_turns"),
         "returns, build": (buffer_module, "write_batch"),
-        "tables": (buffer_module, "lazy_columns"),
     }
     found: Row = {}
 

@@ -362,7 +362,7 @@ class TreeBatch(TreeNodes):
             generated_lens=tuple(np.bincount(chain, sizes, len(lengths)).astype(int).tolist()),
             value_lens={name: _summed(lens, chain, len(lengths)) for name, lens in of_turns},
             longest=entries.tables.longest._replace(
-                new=int(np.diff(cu_new[entries.cu_turns]).max(initial=0))
+                new=int(np.diff(cu_new[entries.cu_turns.numpy()]).max(initial=0))
             ),
             loss_mask=given["loss_mask"] if entries._is_whole else ~given["prompt_mask"],
         )

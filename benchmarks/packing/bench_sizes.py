@@ -36,7 +36,7 @@ def sized(tokens):
 
 
 def sent_bytes(trajectories, layout="turns"):
-    """Return the bytes of stream and tables that a pack reads, and sends where there is a device."""
+    """Return the bytes of stream and tables that a pack reads, and sends to a device."""
     buffer = filled(trajectories)
     tables = buffer._tables_of(layout).arrays.values()
     return buffer.num_bytes + sum(table.nbytes for table in tables)

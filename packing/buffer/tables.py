@@ -17,6 +17,7 @@ from trajpack.packing.token_fields import TokenField
 from trajpack.packing.turn_fields import TURN_FIELDS
 
 Ints: TypeAlias = npt.NDArray[np.int64]
+Words: TypeAlias = npt.NDArray[np.int32]
 
 VERSION_START = [field.attribute for field in TURN_FIELDS].index("version_start")
 TRUNCATED = [field.attribute for field in TURN_FIELDS].index("truncated")
@@ -98,10 +99,10 @@ def columns_of(blocks: Sequence[StoredTurns], fields: Sequence[TokenField]) -> C
         return counts.cumsum() - counts
 
     chain_sizes, sizes = column("chain_sizes"), column("turn_size")
-    counts = [
+    of_calls = [
         (len(of.chain_sizes), len(of.turn_size), of.num_tokens, of.num_generated) for of in intakes
     ]
-    num_chains, num_turns, num_tokens, num_generated = np.array(counts, np.int64).reshape(-1, 4).T
+    num_chains, num_turns, num_tokens, num_generated = np.array(of_calls, np.int64).reshape(-1, 4).T
     in_chains = before(chain_sizes) - before(num_tokens).repeat(num_chains)
     in_turns = before(sizes) - before(num_generated).repeat(num_turns)
     spans = [
@@ -213,7 +214,8 @@ def tables_of(
     Raises:
         ValueError: If the batch would pass 2³¹ tokens.
     """
-    of_turns, order = spans_of(columns), slice(None)
+    of_turns = spans_of(columns)
+    order: slice | Ints = slice(None)
     if (np.diff(of_turns.chain) < 0).any():
         order = of_turns.chain.argsort(kind="stable")
     stored = np.empty_like(of_turns.end)  # tokens of the chain before each span
@@ -305,7 +307,7 @@ def rows_of(spans: Spans, columns: Columns, fields: Sequence[TokenField]) -> tup
 
 
 def _of_labels(
-    labels: Sequence[TrajectoryLabels], columns: Columns, cu_turns: Ints
+    labels: Sequence[TrajectoryLabels], columns: Columns, cu_turns: Words
 ) -> dict[str, npt.NDArray[Any]]:
     """Return the tables of trajectories, and the order of their groups."""
     group_ids, num_groups = number_groups(label.group for label in labels)
@@ -322,7 +324,7 @@ def _of_labels(
     }
 
 
-def _most(bounds: Ints) -> int:
+def _most(bounds: Words) -> int:
     """Return the largest difference between neighbours."""
     return int(np.diff(bounds).max(initial=0))
 
@@ -334,15 +336,15 @@ def _contexts(spans: Spans, unit: Ints) -> Ints:
     return context
 
 
-def _by_group(group_ids: Ints, num_groups: int, num_turns: Ints) -> dict[str, Ints]:
+def _by_group(group_ids: Words, num_groups: int, num_turns: Ints) -> dict[str, Words]:
     """Return trajectories and turns in the order of their groups, stable within a group."""
     owners = np.arange(len(num_turns), dtype=np.int32).repeat(num_turns)
-    narrow = group_ids.astype(np.uint16) if num_groups <= 1 << 16 else group_ids  # linear time
+    narrow: Any = group_ids.astype(np.uint16) if num_groups <= 1 << 16 else group_ids
     order, turns = np.arange(len(group_ids)), np.arange(len(owners))
     if (np.diff(group_ids) < 0).any():
         order, turns = narrow.argsort(kind="stable"), narrow[owners].argsort(kind="stable")
     bounds = group_ids[order].searchsorted(np.arange(num_groups + 1))
-    tables = {
+    tables: dict[str, npt.NDArray[Any]] = {
         "order_of_trajectories": order,
         "order_of_turns": turns,
         "turn_trajectory": owners,
@@ -352,7 +354,7 @@ def _by_group(group_ids: Ints, num_groups: int, num_turns: Ints) -> dict[str, In
     return {name: table.astype(np.int32) for name, table in tables.items()}
 
 
-def cumulative(lengths: Ints) -> npt.NDArray[np.int32]:
+def cumulative(lengths: npt.NDArray[np.integer[Any]]) -> Words:
     """Return int32 boundaries."""
     return np.append(0, lengths.cumsum()).astype(np.int32)
 

@@ -20,7 +20,7 @@ from tests.packing.credit.credit_cases import (
     small_scans,
     some_trajectories,
 )
-from trajpack import GAE, GRPO, Trajectory, Turn, TurnGAE, TurnReturns, pack
+from trajpack import GAE, GRPO, TurnGAE, TurnReturns, pack
 from trajpack.kernels import validation
 from trajpack.packing.credit import advantages as credit
 from trajpack.packing.credit.advantages import chunks_of

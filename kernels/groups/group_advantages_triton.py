@@ -326,8 +326,8 @@ def order_kernel(
     stop = tl.load(cu_groups + high + 1)
     while at < stop:
         other = at + tl.arange(0, COMPARED)
-        compared = tl.load(states + tl.load(order + other, mask=other < stop, other=0))[None, :]
-        other = other[None, :]
+        compared = tl.load(states + tl.load(order + other, mask=other < stop, other=0))[:, None]
+        other = other[:, None]
         is_near = (other >= begin[None, :]) & (other < end[None, :])
         same = is_near & (compared == state[None, :])
         fewer += tl.sum((is_near & (compared < state[None, :])).to(tl.int32), 0)

@@ -1,9 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Triton kernels of importance weights.
 
-One pass reads the tokens, writes their weights, and leaves sums for every ``CHUNK`` of them. A last
-launch merges these sums, in an order that depends on their number alone, and divides the weights by
-their mean if it is asked to. Before the pass, `sum_slots` sums the logarithms of segments.
+One pass reads the tokens, writes their weights, and leaves sums for every ``CHUNK`` of them where
+metrics or a mean are asked for. A last launch merges these sums, in an order that depends on their
+number alone, and divides the weights by their mean if it is asked to. Before the pass, `sum_slots`
+sums the logarithms of segments.
 
 A logarithm is a float32 number, as in the reference, so windows decide alike. Its exponential is a
 polynomial in float32, within 2e-7. Sums over tokens are float64.
@@ -114,9 +115,10 @@ def weigh_kernel(
 ):  # fmt: skip
     """Write the weights of ``TILES`` tiles, not yet normalized, and what the metrics are made of.
 
-    The last as columns of ``[PARTIALS, chunks]``: numbers of counted and rejected tokens, and of
-    those below and above the window; sums of ratios, of weights before rejection (of one for each
-    segment), of weights, their squares, k1 and k3; maxima of minus a ratio, a ratio and a weight.
+    The last, if there are ``partials``, as columns of ``[PARTIALS, chunks]``: numbers of counted
+    and rejected tokens, and of those below and above the window; sums of ratios, of weights before
+    rejection (of one for each segment), of weights, their squares, k1 and k3; maxima of minus a
+    ratio, a ratio and a weight.
     """
     THREADS: tl.constexpr = TILE // EACH
     lane = tl.arange(0, THREADS)[:, None] * EACH + tl.arange(0, EACH)[None, :]
@@ -158,8 +160,7 @@ def weigh_kernel(
             weight = tl.where(is_low, least_weight, tl.where(is_high, most_weight, ratio))
         elif outside == 1:
             weight = tl.where((level >= low) & (level <= high), ratio, 0.0)
-        if is_one != 0:
-            weight = tl.full((THREADS, EACH), 1.0, tl.float32)
+        weight = tl.where(is_one != 0, 1.0, weight)
         kept = counted
         if rejects != 0:
             kept = counted & (looked_at >= reject_low) & (looked_at <= reject_high)
@@ -182,14 +183,15 @@ def weigh_kernel(
         most = tl.maximum(most, tl.max(tl.where(counted, ratio, float("-inf")), 1))
         heaviest = tl.maximum(heaviest, tl.max(weight, 1))
         first += TILE
-    kept_count = tl.sum(kept_counts, 0)
-    window_count = tl.sum(window_counts, 0)
-    found = (
-        kept_count & 0xFFFF, kept_count >> 16, window_count & 0xFFFF, window_count >> 16,
-        tl.sum(ratios, 0), tl.sum(bound_sums, 0), tl.sum(totals, 0), tl.sum(squares, 0),
-        tl.sum(k1, 0), tl.sum(k3, 0), -tl.min(least, 0), tl.max(most, 0), tl.max(heaviest, 0),
-    )  # fmt: skip
-    _store_each(partials + tl.program_id(0), tl.num_programs(0), found)
+    if partials is not None:
+        kept_count = tl.sum(kept_counts, 0)
+        window_count = tl.sum(window_counts, 0)
+        found = (
+            kept_count & 0xFFFF, kept_count >> 16, window_count & 0xFFFF, window_count >> 16,
+            tl.sum(ratios, 0), tl.sum(bound_sums, 0), tl.sum(totals, 0), tl.sum(squares, 0),
+            tl.sum(k1, 0), tl.sum(k3, 0), -tl.min(least, 0), tl.max(most, 0), tl.max(heaviest, 0),
+        )  # fmt: skip
+        _store_each(partials + tl.program_id(0), tl.num_programs(0), found)
 
 
 @triton.jit
@@ -269,7 +271,7 @@ def merge_kernel(
             place = weights + first + tl.arange(0, TILE)
             tl.store(place, (tl.load(place).to(tl.float64) * scale).to(tl.float32))
             first += tl.num_programs(0) * TILE
-    if tl.program_id(0) == 0:
+    if metrics is not None and tl.program_id(0) == 0:
         _store_metrics(partials, metrics, num_chunks, scale, SUMS, PARTIALS, COLUMNS, MERGED)
 
 
@@ -279,6 +281,8 @@ def importance_weights_forward(
     loss_mask: torch.Tensor,
     correction: Correction,
     places: Places | None,
+    *,
+    measures: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return weights and metrics of contiguous tensors; ``places`` are None if not needed."""
     inputs = aligned(logprobs), aligned(rollout_logprobs), aligned(loss_mask)
@@ -291,8 +295,10 @@ def importance_weights_forward(
         cells, table = sum_slots(inputs[2], places, *inputs[:2], clamps=rejected in OF_SEGMENTS)
     num_chunks, num_tiles = cdiv(tokens, CHUNK), cdiv(tokens, TILE)
     weights = torch.empty(num_tiles * TILE, dtype=torch.float32, device=device)
-    partials = torch.empty((PARTIALS, num_chunks), dtype=torch.float64, device=device)
-    metrics = torch.empty(SUMS + 2, dtype=torch.float64, device=device)
+    metrics = torch.empty(SUMS + 2 if measures else 0, dtype=torch.float64, device=device)
+    partials = None
+    if measures or correction.normalize:
+        partials = metrics.new_empty((PARTIALS, num_chunks))
     used = cells if level in OF_SEGMENTS else None
     programs = max(min(num_tiles, MOST_PROGRAMS), 1) if correction.normalize else 1
     launch = launch_on("weigh_kernel", loss_mask.get_device())
@@ -304,10 +310,11 @@ def importance_weights_forward(
         int(rejected == "geometric"), *(rejection.log_window if rejection else (0.0, 0.0)),
         TILE=TILE, EACH=EACH, TILES=TILES,
     )  # fmt: skip
-    launch(
-        merge_kernel, programs, partials, used, weights, metrics, num_tiles * TILE, num_chunks,
-        int(correction.normalize), SUMS=SUMS, PARTIALS=PARTIALS,
-        COLUMNS=triton.next_power_of_2(PARTIALS), MERGED=MERGED, CELLS=CELLS, APART=APART,
-        TILE=TILE,
-    )  # fmt: skip
+    if partials is not None:
+        launch(
+            merge_kernel, programs, partials, used, weights, metrics if measures else None,
+            num_tiles * TILE, num_chunks, int(correction.normalize), SUMS=SUMS, PARTIALS=PARTIALS,
+            COLUMNS=triton.next_power_of_2(PARTIALS), MERGED=MERGED, CELLS=CELLS, APART=APART,
+            TILE=TILE,
+        )  # fmt: skip
     return weights[:tokens], metrics

@@ -591,6 +591,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
         correction: Correction,
         *,
         per: Literal["trajectory", "turn"] = "trajectory",
+        metrics: bool = True,
         impl: Impl = "auto",
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return importance weights of the policy of ``logprobs`` over the sampling policy.
@@ -599,6 +600,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
             logprobs: float32 ``[tokens]`` of the trained policy before its update.
             correction: Rule for the ratios to `rollout_logprobs`, such as ``Correction.tis(2.0)``.
             per: Segments of ``correction``, if it has any.
+            metrics: Whether to measure; without it they are ``[0]``.
             impl: See `trajpack.kernels`.
 
         Returns:
@@ -623,7 +625,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
         places = Places(None, self.turn_ids, owners, self.num_turns, num_slots)
         tokens = logprobs, self.rollout_logprobs, self.loss_mask
         check_weighed(*tokens, correction)
-        return weigh_tokens(*tokens, correction, places, impl)
+        return weigh_tokens(*tokens, correction, places, metrics=metrics, impl=impl)
 
     def _units(
         self, aggregation: str, per: str, truncated: str

@@ -166,6 +166,7 @@ class TreeBatch(TreeNodes):
         correction: Correction,
         *,
         per: Literal["trajectory", "turn"] = "trajectory",
+        metrics: bool = True,
         impl: Impl = "auto",
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return importance weights of the policy of ``logprobs`` over the sampling policy.
@@ -173,7 +174,8 @@ class TreeBatch(TreeNodes):
         `PackedBatch.importance_weights` of the entries, with its arguments, errors and cost;
         ``[entries]`` each, the bits of layout ``"merged"``.
         """
-        return self.entries.importance_weights(logprobs, correction, per=per, impl=impl)
+        options: dict[str, Any] = {"per": per, "metrics": metrics, "impl": impl}
+        return self.entries.importance_weights(logprobs, correction, **options)
 
     def statistics(self) -> TreeStatistics:
         """Return what the tree shares, between whom, and where and why prefixes broke.

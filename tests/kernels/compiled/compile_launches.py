@@ -158,6 +158,7 @@ def launches_of_importance(cu_seqlens: torch.Tensor) -> Launches:
         x, name = torch.zeros(99, dtype=dtype, device=device), str(dtype).removeprefix("torch.")
         weigh = partial(importance_weights_forward, x, x, mask)
         yield name, partial(weigh, Correction(), None)
+        yield f"{name}, no metrics", partial(weigh, Correction(), None, measures=False)
         for places, label in ((by_ids, f"{name}, ids"), (by_bounds, f"{name}, bounds")):
             yield label, partial(weigh, rule, places)
 

@@ -18,7 +18,7 @@ from triton.runtime import driver
 
 from trajpack.kernels import launches
 from trajpack.kernels.corrections.importance_weights_triton import merge_kernel, weigh_kernel
-from trajpack.kernels.corrections.loss_weights_triton import share_kernel
+from trajpack.kernels.corrections.loss_weights_triton import share_kernel, slot_shares_kernel
 from trajpack.kernels.corrections.slots_triton import sum_slots_kernel
 from trajpack.kernels.credit.turns_triton import scores_kernel, spread_kernel
 from trajpack.kernels.fields.build_triton import build_kernel
@@ -51,6 +51,7 @@ KERNELS = (
     weigh_kernel,
     merge_kernel,
     share_kernel,
+    slot_shares_kernel,
     fold_kernel,
     slope_kernel,
 )

@@ -40,9 +40,10 @@ KERNELS = {
     "moments_kernel": Bounds(4, 168, 240),  # a block of 256 threads requests 20 KB; two waves
     "whiten_kernel": Bounds(8, 168, 128),  # with moments of its own, of one block; else 80
     "sum_slots_kernel": Bounds(8, 96, 96),  # a warp, or 20 of them on an SM
-    "weigh_kernel": Bounds(6, 128, 128),  # two blocks of 256 threads; four waves
+    "weigh_kernel": Bounds(8, 128, 128),  # two blocks of 256 threads; four waves
     "merge_kernel": Bounds(2, 128, 128),
-    "share_kernel": Bounds(5, 64, 72),
+    "slot_shares_kernel": Bounds(2, 40, 48),
+    "share_kernel": Bounds(5, 24, 32),
     "spread_kernel": Bounds(4, 64, 64),  # eight blocks of 128 threads
     "scores_kernel": Bounds(3, 40, 40),  # an SM is full
     "fold_kernel": Bounds(8, 128, 128),  # four blocks of 128 threads

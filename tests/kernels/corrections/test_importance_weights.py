@@ -306,8 +306,22 @@ def test_the_op_is_registered_as_torch_wants_it(rule: Correction) -> None:
     case = Case([5, 3])
     names = [rule.level, rule.outside, rule.rejection.level if rule.rejection else ""]
     tables = [case.cu_seqlens, None, None]
-    inputs = ([*case.tokens()], tables, [2, 2], names, [0.5, 2.0, 0.9, 1.1])
-    torch.library.opcheck(torch.ops.trajpack.importance_weights, (*inputs, rule.normalize, "torch"))
+    inputs = ([*case.tokens()], tables, [2, 2], names, [0.5, 2.0, 0.9, 1.1], rule.normalize)
+    for measures in (True, False):
+        op = torch.ops.trajpack.importance_weights
+        torch.library.opcheck(op, (*inputs, measures, "torch"))
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_without_metrics_weights_are_the_same(impl: Any, normalize: bool, executor: Any) -> None:
+    case, rule = Case([3000, 5]), Correction(high=1.2, normalize=normalize)
+    expected, _ = importance_weights(*case.tokens(), rule, impl=impl)
+    executor.launched.clear()
+    weights, metrics = importance_weights(*case.tokens(), rule, metrics=False, impl=impl)
+    assert_same_bits(weights, expected)
+    assert metrics.shape == (0,)
+    merges = ["merge_kernel"] * normalize
+    assert executor.launched == (["weigh_kernel", *merges] if impl == "triton" else [])
 
 
 @pytest.mark.parametrize("name", ["MERGED", "MOST_PROGRAMS"])

@@ -328,7 +328,7 @@ def test_a_rollout_runs_beside_a_running_event_loop(trained: Trained) -> None:
 
 def test_a_failed_episode_raises_or_is_left_out(trained: Trained) -> None:
     failing = ShareOfDigits(frozenset(["q0@1"]))
-    with pytest.raises(EpisodeError, match=r"episode 'q0@1': turn 0: .*no judge"):
+    with pytest.raises(EpisodeError, match=r"episode 'q0@1': .*no judge"):
         ask(trained, "00", environment=failing)
     found = ask(trained, "00", environment=failing, failures="mask")
     assert found["episode_reward"][0] is not None

@@ -249,10 +249,7 @@ def tables_of(
     }
     rows = rows_of(of_turns, columns, fields)
     if fields:
-        arrays["field_sources"] = np.zeros((len(runs), len(fields)), np.int64)
-    for number, field in enumerate(fields):
-        skipped = 0 if field.generated_only else context * field.row_bytes
-        arrays["field_sources"][:-1, number] = rows[number][order] + skipped
+        arrays["field_sources"] = _sources_of([of[order] for of in rows], fields, context)
     values = [np.bincount(turn_sequence, of, num_sequences) for of in columns.values]
     return Tables(
         arrays=arrays,
@@ -304,6 +301,15 @@ def rows_of(spans: Spans, columns: Columns, fields: Sequence[TokenField]) -> tup
         else first[spans.chain]
         for field, first in zip(fields, columns.rows, strict=True)
     )
+
+
+def _sources_of(rows: Sequence[Ints], fields: Sequence[TokenField], context: Ints) -> Ints:
+    """Return the byte of the first row of each extra field of each run."""
+    sources = np.zeros((len(context) + 1, len(fields)), np.int64)
+    for number, field in enumerate(fields):
+        skipped = 0 if field.generated_only else context * field.row_bytes
+        sources[:-1, number] = rows[number] + skipped
+    return sources
 
 
 def _of_labels(

@@ -85,27 +85,28 @@ def tiles_of(
     """
     num_rows, vocabulary = hidden.shape[0], logits.weight.shape[0]
     cut, place = Cut.of(hidden, vocabulary, multiple), 0
-    size, shared = 0 if kept is None else kept.shape[0], None
+    starts = range(0, num_rows, cut.rows)
+    rows_of = [slice(first, min(first + cut.rows, num_rows)) for first in starts]
+    parts, shared = [(rows, hidden[rows]) for rows in rows_of], None
     for begin in range(0, vocabulary, cut.columns):
         columns = slice(begin, min(begin + cut.columns, vocabulary))
         weight = logits.weight[columns]
-        for first in range(0, num_rows, cut.rows):
-            rows = slice(first, min(first + cut.rows, num_rows))
-            begin_of_kept, place = place, place + cut.entries(rows.stop - first)
-            own = kept[begin_of_kept:] if kept is not None and place <= size else None
+        for rows, part in parts:
+            end = place + cut.entries(part.shape[0])
+            own = kept[place:end] if kept is not None and end <= kept.shape[0] else None
             if shared is None and (own is None or again):
-                shared = hidden.new_zeros(min(num_rows, cut.rows) * cut.columns + 1)
+                shared = hidden.new_zeros(cut.entries(min(num_rows, cut.rows)))
             used = shared if own is None or again else own
             assert used is not None
-            used = used[: (rows.stop - first) * cut.columns + 1]
+            used, place = used[: part.shape[0] * cut.columns + 1], end
             padded = used[:-1].view(-1, cut.columns)
             product, source = padded[:, : weight.shape[0]], padded
             if own is not None and again:
                 source = own[: padded.numel()].view_as(padded)
             else:
-                if own is not None:
+                if weight.shape[0] < cut.columns:
                     padded[:, weight.shape[0] :].zero_()
-                torch.mm(hidden[rows], weight.T, out=product)
+                torch.mm(part, weight.T, out=product)
                 if logits.bias is not None:
                     product += logits.bias[columns]
             yield Tile(rows, columns, product, padded, used, source)

@@ -61,10 +61,14 @@ class Pairs(NamedTuple):
     tokens: torch.Tensor
     """``[P]`` int64. The logit of one that is not in ``[0, V)`` is 0. No other occurs twice in a
     row."""
+    each: bool = False
+    """Whether every row is known to have one."""
 
     @property
     def owners(self) -> torch.Tensor:
         """``[P]`` int64: row of each pair."""
+        if self.each:
+            return torch.arange(self.tokens.shape[0], device=self.tokens.device)
         return owners_of_entries(self.boundaries, self.tokens.shape[0])[0]
 
     def within(self, vocabulary: int) -> torch.Tensor:

@@ -129,13 +129,11 @@ def token_logprobs(  # noqa: PLR0913 - all but four are keywords
     else:
         raise ValueError("token_logprobs: targets must be [R] with a support, got sets of tokens")
     if support is None:
-        found = _over_all(*head.statistics(pairs, with_mean=entropy), pairs=pairs)
-        if isinstance(targets, torch.Tensor):
-            del found[1]
+        found = _over_all(*head.statistics(pairs, with_mean=entropy), pairs=pairs, entropy=entropy)
     else:
         sets, every = head.pairs("support", support), every_row_supported
-        found = _over_support(head, sets, pairs, every_row=every, with_mean=entropy)
-    results = [one.to(head.dtype) for one in (found if entropy else found[:-1])]
+        found = _over_support(head, sets, pairs, every_row=every, entropy=entropy)
+    results = [one.to(head.dtype) for one in found]
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -269,7 +267,7 @@ class _Head:
         )  # fmt: skip
         check_indices(op, "targets", targets, self.vocabulary)
         each = torch.arange(count + 1, dtype=torch.int32, device=targets.device)
-        return Pairs(each, targets.long())
+        return Pairs(each, targets.long(), each=True)
 
     def pairs(self, name: str, sets: TokenSets) -> Pairs:
         """Check and return the tokens of the rows."""
@@ -299,15 +297,17 @@ class _Head:
 
         Without ``whole`` the first two are any numbers.
         """
+        tokens = pairs.tokens - self.first if self.first else pairs.tokens
         found = torch.ops.trajpack.logit_statistics(
             self.hidden, self.weight, self.bias, self.rows, self.temperature,
-            pairs.boundaries, pairs.tokens - self.first, self.softcap, whole, with_mean, self.impl,
-            self.keep,
+            pairs.boundaries, tokens, self.softcap, whole, with_mean, self.impl, self.keep,
         )[:3]  # fmt: skip
         if self.group is not None:
             found = Merged.apply(*found, self.group)  # type: ignore[no-untyped-call]
         rest, mean, logits = found
-        temperature = None if self.temperature is None else self.temperature[pairs.owners]
+        temperature = self.temperature
+        if temperature is not None and not pairs.each:
+            temperature = temperature[pairs.owners]
         return rest, mean, transformed(logits, self.softcap, temperature)[0]
 
 
@@ -347,22 +347,27 @@ def temperatures(
 
 
 def _over_all(
-    rest: torch.Tensor, mean: torch.Tensor, logits: torch.Tensor, *, pairs: Pairs
+    rest: torch.Tensor, mean: torch.Tensor, logits: torch.Tensor, *, pairs: Pairs, entropy: bool
 ) -> list[torch.Tensor]:
-    """Return log-probabilities of pairs and of all other tokens together, and entropies."""
+    """Return log-probabilities of pairs, of all other tokens together of sets, and entropies."""
     total = torch.logaddexp(rest, _logsumexp(logits, pairs))
-    logprobs, average = _normalized(logits, total, pairs)
-    return [logprobs, rest - total, total - average - (rest - total).exp() * mean]
+    results = [_relative(logits, total, pairs)]
+    if not pairs.each:
+        results.append(rest - total)
+    if entropy:
+        average = _average(logits, results[0], pairs)
+        results.append(total - average - (rest - total).exp() * mean)
+    return results
 
 
 def _over_support(
-    head: _Head, pairs: Pairs, one: Pairs, *, every_row: bool, with_mean: bool
+    head: _Head, pairs: Pairs, one: Pairs, *, every_row: bool, entropy: bool
 ) -> list[torch.Tensor]:
     """Return log-probabilities and entropies of distributions over the tokens of ``pairs``.
 
     ``one`` has the target of each row.
     """
-    boundaries, tokens, owners = *pairs, pairs.owners
+    boundaries, tokens, owners = pairs.boundaries, pairs.tokens, pairs.owners
     num_rows, num_pairs, free = one.tokens.shape[0], tokens.shape[0], None
     is_free = boundaries[1:] == boundaries[:-1]
     readable = values_to_check(is_free)
@@ -376,22 +381,24 @@ def _over_support(
         own = ends[1:].long() - 1
         more = tokens.new_empty(num_pairs + num_rows).index_copy_(0, place, tokens)
         more.index_copy_(0, own, one.tokens.where(is_free, -1))
-        rest, mean, found = head.statistics(Pairs(ends, more), with_mean=with_mean)
+        rest, mean, found = head.statistics(Pairs(ends, more), with_mean=entropy)
         logits = found.index_select(0, place)
-        free = _over_all(rest, mean, found.index_select(0, own), pairs=one)
+        free = _over_all(rest, mean, found.index_select(0, own), pairs=one, entropy=entropy)
     total = _logsumexp(logits, pairs).where(~is_free, 0.0)
-    logprobs, average = _normalized(logits, total, pairs)
+    logprobs = _relative(logits, total, pairs)
     is_target = tokens == one.tokens[owners]
     wanted = segment_sum(torch.where(is_target, logprobs, 0.0), boundaries)
     wanted = torch.where(segment_sum(is_target, boundaries) > 0, wanted, -torch.inf)
-    results = [wanted, total - average]
+    results = [wanted, total - _average(logits, logprobs, pairs)] if entropy else [wanted]
     if free is not None:
-        results = [x.where(~is_free, y) for x, y in zip(results, free[::2], strict=True)]
+        results = [x.where(~is_free, y) for x, y in zip(results, free, strict=True)]
     return results
 
 
 def _logsumexp(logits: torch.Tensor, pairs: Pairs) -> torch.Tensor:
     """Return the log-sum-exp of each row's pairs, -inf of none."""
+    if pairs.each:
+        return logits
     most = logits.new_full((pairs.boundaries.shape[0] - 1,), -torch.inf)
     most = most.scatter_reduce(0, pairs.owners, logits.detach(), "amax")
     most = most.where(most > -torch.inf, 0.0)
@@ -399,14 +406,16 @@ def _logsumexp(logits: torch.Tensor, pairs: Pairs) -> torch.Tensor:
     return torch.where(total == 0, -torch.inf, most + total.where(total != 0, 1.0).log())
 
 
-def _normalized(
-    logits: torch.Tensor, total: torch.Tensor, pairs: Pairs
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probabilities by log-sum-exps, and the sum of logits weighted by probability."""
-    logprobs = logits - repeat_rows(total, pairs.owners)
+def _relative(logits: torch.Tensor, total: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+    """Return log-probabilities of pairs by log-sum-exps of rows."""
+    return logits - (total if pairs.each else repeat_rows(total, pairs.owners))
+
+
+def _average(logits: torch.Tensor, logprobs: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+    """Return the sum of each row's logits weighted by probability."""
     probability = logprobs.exp()
     weighted = probability * logits.masked_fill(probability == 0, 0.0)
-    return logprobs, segment_sum(weighted, pairs.boundaries)
+    return weighted if pairs.each else segment_sum(weighted, pairs.boundaries)
 
 
 def _check_boundaries(

@@ -99,12 +99,12 @@ OTHERS = {
     "aten jagged": COMPILED,
     "fbgemm jagged": COMPILED,
     "all logits of the rows at once": (
-        "it keeps the softmax of all logits; ours computes the logits again, which is a fourth "
-        "matrix product"
+        "it makes each product at once; ours adds those of tiles in float32, and computes again "
+        "what `keep_logits` has no memory for, which is a fourth matrix product"
     ),
     "liger chunk of a policy loss": (
-        "it makes the same four products; ours also takes the targets' logits out of the sums, so "
-        "that the rest of a distribution is exact"
+        "it makes four products of tiles, too; ours also takes the targets' logits out of the "
+        "sums, so that the rest of a distribution is exact"
     ),
     "the matrix products alone": "it folds no logits and computes none again",
     "index, made before": "where each row lies was worked out before",

@@ -10,6 +10,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.slow import slow
 from trajpack.kernels import token_logprobs, topk_kl
@@ -368,6 +369,24 @@ def test_kept_logits_are_whole_tiles_within_their_bytes(monkeypatch: pytest.Monk
             products.clear()
             torch.autograd.grad(total, case.leaves[:2])
             assert len(products) == 12 - number
+
+
+def test_kept_logits_go_past_hooks_and_end_with_the_first_backward_pass() -> None:
+    """A checkpoint compares sizes of what is saved, and by default free memory says what is."""
+    case, budgets = Case(), iter((10**6, 0))
+
+    def total() -> torch.Tensor:
+        return token_logprobs(*case.inputs, keep_logits=next(budgets)).sum()
+
+    found = checkpoint(total, use_reentrant=False)
+    grads = torch.autograd.grad(found, case.leaves[:2], retain_graph=True)
+    node = found.grad_fn
+    while not hasattr(node, "kept"):
+        node = node.next_functions[0][0]
+    assert node.kept is None
+    expected = torch.autograd.grad(token_logprobs(*case.inputs).sum(), case.leaves[:2])
+    for one, other in zip(grads, expected, strict=True):
+        assert_same_bits(one, other)
 
 
 def test_without_a_gradient_no_logits_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

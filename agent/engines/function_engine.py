@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Self, TypeAlias
 
-import numpy as np
-
 from trajpack.agent.engines.serving import ServedEngine
-from trajpack.agent.errors import GenerationError, MalformedResponseError, reason_of
+from trajpack.agent.errors import MalformedResponseError
 from trajpack.agent.protocols import GenerationOutput, GenerationRequest
-from trajpack.packing.conversion import INT32_MAX, as_ids, as_integer, as_logprobs, shown
+from trajpack.packing.conversion import INT32_MAX, as_integer, shown
 from trajpack.packing.types import FloatArray, IntArray
 
 Completion: TypeAlias = GenerationOutput | tuple[IntArray, FloatArray, bool]
@@ -24,8 +21,7 @@ class FunctionEngine(ServedEngine):
     """Generates with an asynchronous function, any number of calls at the same time.
 
     A call is cancelled with its request, and at the end of the engine's context. What the function
-    raises fails its request alone: a `GenerationError` keeps its class and its reason, any other
-    exception becomes the cause of one.
+    raises is raised as it is; a runner, which also checks the completion, fails that request alone.
 
     Args:
         function: Called with the token ids of the whole conversation and the sampling parameters;
@@ -86,43 +82,12 @@ class FunctionEngine(ServedEngine):
         prompt_ids = list(prompt_ids)  # the function and the caller may change theirs
         async with self._answering(qid):
             version = self._version
-            try:
-                completion = await self._function(prompt_ids.copy(), sampling)
-            except GenerationError as error:
-                raise type(error)(qid, error.reason) from error
-            except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if task is not None and task.cancelling():
-                    raise
-                raise GenerationError(qid, "the engine's function was cancelled") from None
-            except Exception as error:
-                reason = f"the engine's function failed: {reason_of(error)}"
-                raise GenerationError(qid, reason) from error
-        try:
-            return _output(qid, prompt_ids, completion, version)
-        except (TypeError, ValueError) as error:
-            reason = f"the engine's function returned no completion: {reason_of(error)}"
-            raise MalformedResponseError(qid, reason) from error
-
-
-def _output(qid: str, prompt_ids: Sequence[int], completion: Any, version: int) -> GenerationOutput:
-    """Return a checked completion; a `TypeError` or `ValueError` if it is none."""
-    if isinstance(completion, GenerationOutput):
-        output = replace(completion, qid=qid)
-    elif isinstance(completion, tuple) and len(completion) == 3:
+            completion = await self._function(prompt_ids.copy(), sampling)
+        if isinstance(completion, GenerationOutput):
+            return replace(completion, qid=qid)
+        if not isinstance(completion, tuple) or len(completion) != 3:
+            expected = "(output_ids, output_logprobs, no_eos) or a GenerationOutput"
+            reason = f"the engine's function must return {expected}, got {shown(completion)}"
+            raise MalformedResponseError(qid, reason)
         ids, logprobs, no_eos = completion
-        output = GenerationOutput(qid, prompt_ids, ids, logprobs, no_eos, version, version)
-    else:
-        raise TypeError(
-            "expected (output_ids, output_logprobs, no_eos) or a GenerationOutput, "
-            f"got {shown(completion)}"
-        )
-    if not isinstance(output.no_eos, bool | np.bool_):
-        raise TypeError(f"no_eos must be a bool, got {shown(output.no_eos)}")
-    ids = as_ids("output_ids", output.output_ids)
-    logprobs = as_logprobs("output_logprobs", output.output_logprobs)
-    if len(ids) != len(logprobs):
-        raise ValueError(
-            f"output_logprobs must have one entry per token, got {len(logprobs)} for {len(ids)}"
-        )
-    return replace(output, output_ids=ids, output_logprobs=logprobs)
+        return GenerationOutput(qid, prompt_ids, ids, logprobs, no_eos, version, version)

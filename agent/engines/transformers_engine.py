@@ -211,7 +211,8 @@ class TransformersEngine(ServedEngine):
         try:
             await run_to_end(self._stop)
         finally:
-            await asyncio.wait({self._watching})
+            if not self._watching.done():  # it has ended where this is another event loop
+                await asyncio.wait({self._watching})
 
     def _start(self) -> None:
         self._batching = self._build()

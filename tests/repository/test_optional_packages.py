@@ -45,7 +45,6 @@ ENTRIES = {
     "agent.models.tiny_model:build_arithmetic_model()": ("tokenizers", "trajpack[agent]"),
     "agent.models.causal_model:load_model('folder')": ("transformers", "trajpack[agent]"),
     "agent.models.causal_model:load_tokenizer('folder')": ("transformers", "trajpack[agent]"),
-    "agent.models.causal_model:load_config('folder')": ("transformers", "trajpack[agent]"),
     "agent:TransformersEngine(None)": ("transformers", "trajpack[agent]"),
     "agent:MathMultiTurnAgent(None, 'folder', None)": ("transformers", "trajpack[agent]"),
     "agent:RolloutRunner(None, None, None)": ("anyio", "trajpack[runner]"),

@@ -7,8 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trajpack.agent.models.causal_model import load_tokenizer, refused
-from trajpack.agent.models.hub import model_folder
+from trajpack.agent.models.causal_model import load_tokenizer, model_folder, refused
 from trajpack.commands.panels import chosen_sequences, sequence_panel
 from trajpack.commands.terminal import say, show
 from trajpack.packing.batch.batch import PackedBatch

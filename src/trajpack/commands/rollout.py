@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import Progress as Bar
 
 from trajpack.agent.errors import SetupError, has_engine_ended
-from trajpack.agent.models.hub import model_folder
+from trajpack.agent.models.causal_model import model_folder
 from trajpack.agent.rollout.files import RolloutLog, save_rollout
 from trajpack.agent.rollout.rollout import Rollout, prepare_rollout
 from trajpack.agent.rollout.settings import LayoutName, RolloutSettings

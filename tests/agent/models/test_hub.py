@@ -12,8 +12,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 from tests.commands.command import call, refusal
 from trajpack import load
-from trajpack.agent.models.causal_model import load_model
-from trajpack.agent.models.hub import model_folder
+from trajpack.agent.models.causal_model import load_model, model_folder
 from trajpack.agent.models.tiny_model import build_tiny_model
 
 SMALL = ["--num-prompts", 1, "--turns", 1, "--max-new-tokens", 8, "--concurrency", 1]

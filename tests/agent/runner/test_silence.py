@@ -104,11 +104,10 @@ def test_an_engine_that_was_entered_in_another_event_loop_is_an_error() -> None:
     async def enter() -> Engine:
         return await transformers_engine().__aenter__()
 
-    with asyncio.Runner() as entering:
-        engine = entering.run(enter())
-        with pytest.raises(RuntimeError, match="was entered in another event loop"):
-            asyncio.run(take(runner(engine, TwoTurns()).run(prompts(2)), 1))
-        entering.run(engine.__aexit__())
+    engine = asyncio.run(enter())
+    with pytest.raises(RuntimeError, match="was entered in another event loop"):
+        asyncio.run(take(runner(engine, TwoTurns()).run(prompts(2)), 1))
+    asyncio.run(engine.__aexit__())
 
 
 # engines, environments and agents that do not answer

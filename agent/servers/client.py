@@ -80,16 +80,15 @@ class Server:
     @classmethod
     def parse(cls, url: str, max_connections: int) -> Server:
         """Parse an address; no error repeats it, since it may hold a password."""
-        wanted = "a server's address begins with http:// or https://"
-        if "://" not in url:
-            raise ValueError(f"{wanted}; add it to this one")
         try:
             parts = urlsplit(url.strip().rstrip("/"))
-            host, _ = parts.hostname, parts.port
-        except ValueError:
-            raise ValueError(f"{wanted} and a host; this one cannot be read") from None
-        if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
-            raise ValueError(f"{wanted} and a host, and has no query; this one is another")
+            is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:  # of the port
+            is_address = False
+        if not is_address or parts.query or parts.fragment:
+            raise ValueError(
+                "urls: expected http:// or https://, a host and no query; an address is another"
+            )
         authorization, name = None, parts.netloc.rpartition("@")[2]
         if parts.username is not None:
             pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -54,46 +55,43 @@ class Completion:
         ``declared`` is the engine's version when the request was sent: that of tokens whose version
         has no number.
         """
-        reason, num_new = response.finish_reason, len(response.output_ids)
-        if reason not in ("stop", "length", "abort"):
-            raise ValueError(f"expected stop, length or abort as finish reason, got {reason!a:.80}")
-        if num_new == 0 and reason != "abort":
-            raise ValueError(f"no token was sampled, but the finish reason is {reason!r}")
-        if response.prompt_ids is not None and response.prompt_ids.tolist() != self.token_ids:
-            raise ValueError("the server saw another prompt than was sent")
-        routes, num_run = response.routed_experts, len(self.token_ids) + num_new - 1
+        num_new = len(response.output_ids)
+        if not num_new:
+            if response.finish_reason != "abort":
+                reason = response.finish_reason
+                raise ValueError(f"no token was sampled, but the finish reason is {reason!r}")
+            return
+        routes, num_run = response.fields.get("routed_experts"), len(self.token_ids) + num_new - 1
         if routes is not None and len(routes) != num_run:
             expected = f"routed_experts of {num_run} tokens, all but the last"
             raise ValueError(f"expected {expected}, got {len(routes)}")
-        has_mask = response.sampling_mask is not None
-        if num_new and self._responses and has_mask != bool(self._responses[0].sampling_mask):
-            raise ValueError("only some of the tokens have a sampling mask")
-        if num_new:
-            named = response.weight_versions
-            spans = [
-                (int(name[:18]) if is_number(name) else declared, start, end)
-                for name, start, end in ((("", 0, num_new),) if named is None else named)
-            ]
-            runs, first, _ = as_version_runs("weight_versions: ", spans, 0, 0, num_new)
-            if self._spans and first < (last := self._spans[-1][0]):
-                raise RetryableError(f"{self.server}: version {first} after version {last}")
-            done = self.num_tokens
-            self._spans += [(version, done + start, done + end) for version, start, end in runs]
-            self.token_ids.extend(response.output_ids.tolist())
-            self._responses.append(response)
-        self.finish_reason = reason
+        spans = [
+            (int(name[:18]) if is_number(name) else declared, start, end)
+            for name, start, end in response.weight_versions
+        ]
+        runs, first, _ = as_version_runs("weight_versions: ", spans, 0, 0, num_new)
+        if self._spans and first < (last := self._spans[-1][0]):
+            raise RetryableError(f"{self.server}: version {first} after version {last}")
+        done = self.num_tokens
+        self._spans += [(version, done + start, done + end) for version, start, end in runs]
+        self.token_ids.extend(response.output_ids.tolist())
+        self._responses.append(response)
+        self.finish_reason = response.finish_reason
 
     def to_output(self, *, marks_missing: bool) -> GenerationOutput:
         """Return the reply; with ``marks_missing``, it says which log-probabilities are missing."""
-        samples = self._responses
+        samples, name, size = self._responses, f"episode {self.qid!r}", len(self.token_ids)
+        joins: dict[str, Callable[[list[Any]], Any]] = {
+            "logprob_missing": np.concatenate,
+            "sampling_mask": concatenated,
+            "routed_experts": lambda parts: routes_of_all(name, parts[-1], size),  # of all tokens
+        }
         fields: dict[str, Any] = {}
-        if masks := [part.sampling_mask for part in samples if part.sampling_mask is not None]:
-            fields["sampling_mask"] = concatenated(masks)
-        if marks_missing:
-            fields["logprob_missing"] = np.concatenate([part.logprob_missing for part in samples])
-        if routes := [part.routed_experts for part in samples if part.routed_experts is not None]:
-            name, size = f"episode {self.qid!r}", len(self.token_ids)
-            fields["routed_experts"] = routes_of_all(name, routes[-1], size)  # those of all tokens
+        for field_name, join in joins.items():
+            if parts := [part.fields[field_name] for part in samples if field_name in part.fields]:
+                fields[field_name] = join(parts)
+        if not marks_missing:
+            del fields["logprob_missing"]
         spans, start, end = merge_spans(self._spans, 0, 0)
         has_stopped = self.finish_reason == "stop"
         return GenerationOutput(

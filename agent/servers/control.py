@@ -46,14 +46,6 @@ class Orders:
     resume: HTTPRequest
 
 
-@dataclass
-class Episode:
-    """What is remembered of an episode."""
-
-    server: Server | None = None  # it has the episode's prefix in its cache
-    num_requests: int = 0
-
-
 class ServerFleet(ServedEngine):
     """Servers that one engine uses: chooses them for requests, and administers them."""
 
@@ -79,7 +71,7 @@ class ServerFleet(ServedEngine):
         self._client: Client | None = None
         self._options = options
         self._version = version
-        self._episodes: dict[str, Episode] = {}
+        self._num_requests: dict[str, int] = {}  # of each episode
         self._has_paused = False
         self._gate = asyncio.Event()  # set while requests for samples may be sent
         self._gate.set()
@@ -109,7 +101,7 @@ class ServerFleet(ServedEngine):
         self, request: HTTPRequest, version: int, *, is_label_only: bool = False
     ) -> None:
         """Send new weights, or their version alone, to all servers, and declare that version."""
-        self._check_running("a weight update")
+        self.check_serving()
         async with self._updating:
             lowest = self._version if is_label_only else self._version + 1
             if not lowest <= version <= INT32_MAX:
@@ -141,7 +133,7 @@ class ServerFleet(ServedEngine):
             WeightUpdateError: If a server in use did not pause; all are resumed.
             RuntimeError: If the engine is not running.
         """
-        self._check_running("pause")
+        self.check_serving()
         self._gate.clear()
         self._has_paused = True
         if failed := await self._order(self._in_rotation(), self._orders.pause(interrupt)):
@@ -156,7 +148,7 @@ class ServerFleet(ServedEngine):
             WeightUpdateError: If a server in use did not resume.
             RuntimeError: If the engine is not running.
         """
-        self._check_running("resume")
+        self.check_serving()
         try:
             failed = await self._order(self._in_rotation(), self._orders.resume)
         finally:
@@ -166,10 +158,6 @@ class ServerFleet(ServedEngine):
                 self._rest(server, error)
         if failed:
             raise WeightUpdateError(f"did not resume: {_join(failed)}")
-
-    def _check_running(self, name: str) -> None:
-        if self._loop is None or self._end is not None:
-            raise RuntimeError(f"{name}: the engine is not running")
 
     async def __aenter__(self) -> Self:
         if self._client is not None:
@@ -197,18 +185,15 @@ class ServerFleet(ServedEngine):
                 await self._client.close()
 
     @contextlib.asynccontextmanager
-    async def _lease(self, episode: Episode, avoided: Server | None) -> AsyncIterator[Server]:
+    async def _lease(self, avoided: Server | None) -> AsyncIterator[Server]:
         """Wait for a healthy server with a free slot, outside of pauses, and hold the slot.
 
-        It is the episode's, which has the prefix in its cache, or the one with the least load.
+        It is the one with the least load, another than ``avoided`` if there is any.
         """
         while True:
             await self._gate.wait()
-            server = episode.server
-            if server is None or not server.is_healthy:
-                healthy = await self._wait_for_health(self._options.time_limits.outage_s)
-                server = min(healthy, key=lambda one: (one is avoided, one.num_in_flight))
-                episode.server = server
+            healthy = await self._wait_for_health(self._options.time_limits.outage_s)
+            server = min(healthy, key=lambda server: (server is avoided, server.num_in_flight))
             server.num_in_flight += 1
             try:
                 async with server.slots:
@@ -319,7 +304,7 @@ def _part(body: bytes, *path: str | int) -> Any:
         part = json.loads(body)
         for step in path:
             part = part[step]
-    except (LookupError, TypeError, ValueError, RecursionError):
+    except (LookupError, TypeError, ValueError):
         return None
     return part
 

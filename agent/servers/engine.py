@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 from trajpack.agent.engines.transformers_batching import Limits, read_prompt, read_sampling
@@ -27,17 +26,15 @@ from trajpack.agent.servers.client import (
     Server,
 )
 from trajpack.agent.servers.completion import Completion, is_number
-from trajpack.agent.servers.control import Episode, ServerFleet
-from trajpack.agent.servers.engine_response import EngineResponse
+from trajpack.agent.servers.control import ServerFleet
+from trajpack.agent.servers.engine_response import Dialect, read_response
 from trajpack.agent.servers.options import LogprobSemantics
 from trajpack.packing.conversion import INT32_MAX
 from trajpack.packing.text import one_line
 
 _logger = logging.getLogger(__name__)
 MAX_EPISODES = 2**16
-"""Episodes that are remembered: those that asked last."""
-_THREAD_BYTES = 128 * 1024
-"""Size from which a body is parsed in a thread, so that the event loop serves others meanwhile."""
+"""Episodes whose requests are counted: those that asked last."""
 _MAX_WAIT_S = 10.0
 _MAX_REASON = 700
 """Characters of an error's text."""
@@ -50,7 +47,7 @@ class ServerEngine(ServerFleet):
     any object with ``max_new_tokens`` and, optionally, others of its attributes and ``greedy``.
     """
 
-    _read: ClassVar[Callable[..., EngineResponse]]
+    _dialect: ClassVar[Dialect]
     _default_logprobs: ClassVar[LogprobSemantics]
     # whether "processed" log-probabilities are those after top-k and top-p
     _filters_are_processed: ClassVar[bool]
@@ -90,17 +87,17 @@ class ServerEngine(ServerFleet):
                 prompt, params = self._read_request(token_ids, sampling)
             except Exception as error:
                 raise RequestRefusedError(qid, one_line(f"refused: {error}")) from error
-            episode = self._episodes[qid] = self._episodes.pop(qid, Episode())
-            if len(self._episodes) > MAX_EPISODES:
-                del self._episodes[next(iter(self._episodes))]
-            completion = Completion(qid, episode.num_requests, prompt, params)
-            episode.num_requests += 1
+            number = self._num_requests.pop(qid, 0)
+            self._num_requests[qid] = number + 1
+            if len(self._num_requests) > MAX_EPISODES:
+                del self._num_requests[next(iter(self._num_requests))]
+            completion = Completion(qid, number, prompt, params)
             limit_s = self._options.time_limits.generation_s
             try:
                 async with asyncio.timeout(limit_s):
                     while not completion.is_complete:
                         num_before = completion.num_tokens
-                        await self._extend(completion, episode)
+                        await self._extend(completion)
                         if completion.num_tokens == num_before:
                             # interrupted at once: the servers may be about to change their weights
                             await asyncio.sleep(self._options.retries.wait_initial_s)
@@ -133,7 +130,7 @@ class ServerEngine(ServerFleet):
             raise ValueError(f"{text} (allow_other_logprobs sends it anyway)")
         return prompt, params
 
-    async def _extend(self, completion: Completion, episode: Episode) -> None:
+    async def _extend(self, completion: Completion) -> None:
         """Append the sample of one request, sent again where that may help."""
         import stamina
 
@@ -149,14 +146,12 @@ class ServerEngine(ServerFleet):
         avoided: Server | None = None
         async for attempt in attempts:
             with attempt:
-                async with self._lease(episode, avoided) as server:
+                async with self._lease(avoided) as server:
                     avoided = server
                     completion.server = server.name
                     try:
                         await self._sample(server, completion)
                     except ExchangeError as error:
-                        if isinstance(error, RetryableError):
-                            episode.server = None  # another server may succeed
                         if not error.is_innocent:
                             self._count_failure(server, error)
                         raise
@@ -180,21 +175,17 @@ class ServerEngine(ServerFleet):
                 raise
             server.has_fallen_back = True
             return await self._sample(server, completion)
-        read = self._read
         try:
-            if len(body) < _THREAD_BYTES:
-                response = read(body, params, options)
-            else:
-                response = await asyncio.to_thread(read, body, params, options)
-            names = [name for name, start, end in response.weight_versions or () if start < end]
-            if acknowledged is not None and not all(map(is_number, names)):
+            response = read_response(self._dialect, body, params, options=options)
+            names = [name for name, start, end in response.weight_versions if start < end]
+            if acknowledged is not None and any(name and not is_number(name) for name in names):
                 server.is_behind = True
                 told = f"{server.name}: told of version {acknowledged}, it names another"
                 raise ConnectionLostError(f"{told}: it seems to have been restarted")
             completion.append(response, declared)
         except ValueError as error:
             raise MalformedError(f"{server.name}: this is no answer: {error}") from None
-        num_missing = int(response.logprob_missing.sum())
+        num_missing = int(response.fields["logprob_missing"].sum())
         if num_missing and not self._has_warned:
             self._has_warned = True
             _logger.warning(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal, TypeAlias
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 from msgspec.json import Decoder
+
+from trajpack.agent.protocols import SamplingParams
+
+_Reason: TypeAlias = Literal["stop", "length", "abort"]
 
 # gc=False: no cycle can go through them, so the collector need not walk thousands of them
 
@@ -18,35 +22,48 @@ class _Span(Struct, gc=False):
 
 class _Entry(Struct, gc=False):
     logprob: float | None
-    token_id: int | None = None
 
 
 class _Logprobs(Struct, gc=False):
     content: list[_Entry] | None = None
-    token_logprobs: list[float | None] | None = None
+    token_logprobs: list[float | None] = []
 
 
 class _Choice(Struct, gc=False):
     token_ids: list[int]
-    finish_reason: str
+    finish_reason: _Reason
     logprobs: _Logprobs
-    prompt_token_ids: list[int] | None = None
     weight_versions: list[_Span] | None = None
     sampling_mask: list[list[int]] | None = None
     routed_experts: str | None = None
 
 
 class _VLLMResponse(Struct, gc=False):
-    choices: list[_Choice]
+    choices: Annotated[list[_Choice], Meta(min_length=1, max_length=1)]
+
+    def parts(self, _: SamplingParams) -> tuple[Any, ...]:
+        """Return ids, log-probabilities, finish reason, spans, sampling mask and routes."""
+        (choice,) = self.choices
+        logprobs = choice.logprobs.token_logprobs
+        if choice.logprobs.content is not None:
+            logprobs = [entry.logprob for entry in choice.logprobs.content]
+        reason, spans = choice.finish_reason, choice.weight_versions
+        return (
+            choice.token_ids,
+            logprobs,
+            reason,
+            spans,
+            choice.sampling_mask,
+            choice.routed_experts,
+        )
 
 
 class _Pair(Struct, array_like=True, gc=False):
     logprob: float | None
-    token_id: int
 
 
 class _Finish(Struct, gc=False):
-    type: str
+    type: _Reason
     matched: int | str | list[int] | None = None
 
 
@@ -61,7 +78,20 @@ class _Meta(Struct, gc=False):
 class _SGLangResponse(Struct, gc=False):
     output_ids: list[int]
     meta_info: _Meta
-    prompt_token_ids: list[int] | None = None
+
+    def parts(self, sampling: SamplingParams) -> tuple[Any, ...]:
+        """Return ids, log-probabilities, finish reason, spans, sampling mask and routes."""
+        meta, ids = self.meta_info, self.output_ids
+        finish, spans = meta.finish_reason, meta.weight_versions
+        if isinstance(finish.matched, str) and finish.matched not in sampling.stop:
+            # "NaN happened"
+            raise ValueError(
+                f"expected a text of the request in matched, got {finish.matched!a:.80}"
+            )
+        if spans is None and meta.weight_version is not None:
+            spans = [_Span(meta.weight_version, 0, len(ids))]
+        logprobs = [pair.logprob for pair in meta.output_token_logprobs]
+        return ids, logprobs, finish.type, spans, None, meta.routed_experts
 
 
 DECODERS: dict[str, Any] = {"vLLM": Decoder(_VLLMResponse), "SGLang": Decoder(_SGLangResponse)}

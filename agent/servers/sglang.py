@@ -6,7 +6,6 @@ from trajpack.agent.protocols import SamplingParams
 from trajpack.agent.servers.client import HTTPRequest, Server
 from trajpack.agent.servers.control import Orders
 from trajpack.agent.servers.engine import ServerEngine
-from trajpack.agent.servers.engine_response import read_sglang_response
 
 
 class SGLangEngine(ServerEngine):
@@ -30,7 +29,7 @@ class SGLangEngine(ServerEngine):
         3
     """
 
-    _read = staticmethod(read_sglang_response)
+    _dialect = "SGLang"
     _default_logprobs = "processed"
     _filters_are_processed = False
     _orders = Orders(

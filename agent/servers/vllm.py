@@ -8,7 +8,6 @@ from trajpack.agent.protocols import SamplingParams
 from trajpack.agent.servers.client import HTTPRequest, Server
 from trajpack.agent.servers.control import Orders
 from trajpack.agent.servers.engine import ServerEngine
-from trajpack.agent.servers.engine_response import read_vllm_response
 
 
 class VLLMEngine(ServerEngine):
@@ -37,7 +36,7 @@ class VLLMEngine(ServerEngine):
         0
     """
 
-    _read = staticmethod(read_vllm_response)
+    _dialect = "vLLM"
     _default_logprobs = "raw"
     _filters_are_processed = True
     _can_fall_back = True

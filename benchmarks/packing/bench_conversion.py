@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from trajpack.agent.protocols import SamplingParams
-from trajpack.agent.servers.engine_response import read_vllm_response
+from trajpack.agent.servers.engine_response import read_response
 from trajpack.agent.servers.options import ServerOptions
 from trajpack.packing.conversion import as_ids, as_logprobs
 
@@ -226,7 +226,9 @@ def by_hand(body, parse):
 
 
 def with_trajpack(body):
-    response = read_vllm_response(body, SamplingParams(2**20), ServerOptions(vocab_size=VOCAB_SIZE))
+    response = read_response(
+        "vLLM", body, SamplingParams(2**20), options=ServerOptions(vocab_size=VOCAB_SIZE)
+    )
     arrays = (response.prompt_ids, response.output_ids, response.output_logprobs)
     return tuple(part for part in arrays if part is not None)
 

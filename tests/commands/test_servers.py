@@ -96,7 +96,7 @@ def test_a_rollout_by_servers(
     ("url", "words"),
     [
         ("http://127.0.0.1:9", "no server is healthy after 0.2 s: 127.0.0.1:9: "),
-        ("localhost:8000", "begins with http:// or https://; add it"),
+        ("localhost:8000", "expected http:// or https://, a host"),
         ("http://user:secret@127.0.0.1:1", "127.0.0.1"),
     ],
 )

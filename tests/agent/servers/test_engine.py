@@ -203,9 +203,9 @@ def test_addresses_are_checked() -> None:
         ([], "got none"),
         (["ftp://a"], "http://"),
         (["http://a?x=1"], "no query"),
-        (["http://a:b"], "cannot be read"),
+        (["http://a:b"], "expected http://"),
         (["http://a", "http://me:x@a/"], "named twice"),
-        (["a:8000"], "begins with http:// or https://; add it"),
+        (["a:8000"], "expected http://"),
     ):
         with pytest.raises(ValueError, match=reason):
             VLLMEngine(urls)
@@ -270,7 +270,6 @@ async def test_parts_of_an_interrupted_generation_fit_together() -> None:
     short = part([6], "stop", routed_experts=base64.b64encode(npy.getvalue()).decode())
     for options_of, answers, expected in (
         ({}, (begun, good), None),
-        ({}, (begun, part([6], "stop")), "only some of the tokens have a sampling mask"),
         ({"routed_experts": (2, 3)}, (part([4, 5], "abort"), short), "routed_experts of 5 tokens"),
     ):
         draw = drawing(in_turn(*answers))

@@ -35,7 +35,7 @@ class ConversationAgent(ABC):
         gconfig: Sampling parameters. The last request asks for fewer tokens where
             ``max_total_tokens`` leaves fewer; otherwise they reach the engine unchanged.
         tokenizer: A Hugging Face tokenizer with a chat template, or the local folder of one.
-        limits: Limits of each conversation.
+        limits: Limits of each conversation; ``None`` are the default ones.
         turn_discount: Discount from one turn to the next, stored in the trajectory.
     """
 
@@ -47,6 +47,7 @@ class ConversationAgent(ABC):
     def __post_init__(self) -> None:
         if not math.isfinite(self.turn_discount):
             raise ValueError(f"turn_discount must be finite, got {self.turn_discount}")
+        self.limits = self.limits or ConversationLimits()
         if self.limits.max_total_tokens is not None:
             with_max_new_tokens(self.gconfig, 1)
         if isinstance(self.tokenizer, str | os.PathLike):

@@ -101,6 +101,7 @@ class MathMultiTurnAgent(ConversationAgent):
     async def respond(self, conversation: Conversation, exchange: Exchange) -> list[int] | None:
         """Judge an answer and return the feedback; None ends the episode."""
         has_ended = await conversation.judge(exchange)
+        exchange.success = exchange.reward != 0  # as Python takes a number for a truth
         exchange.reward = ((exchange.reward - 0.5) * 2 - self.reward_bias) * self.reward_scaling
         is_last = len(conversation.exchanges) == self.num_turns
         is_over = has_ended and self.stop_on_terminated

@@ -31,8 +31,7 @@ class End:
 class ServedEngine(ABC):
     """Base of engines that serve requests within their context.
 
-    A subclass calls `_begin_serving` once it has been entered, `_end_serving` when it has died and
-    `_shut_down` when it is left.
+    A subclass calls `_begin_serving` once entered, `_end_serving` if it dies, `_shut_down` if left.
     """
 
     def __init__(self) -> None:
@@ -51,12 +50,7 @@ class ServedEngine(ABC):
         """Version of the weights that sample now."""
 
     def check_serving(self) -> None:
-        """Raise unless the engine serves requests, or has died while it did so.
-
-        Raises:
-            RuntimeError: If the engine has not been entered, was left, or was entered in another
-                event loop.
-        """
+        """Raise a `RuntimeError` unless the engine was entered in this event loop, and not left."""
         name, within = type(self).__name__, "within `async with engine:`"
         if self._end is not None and self._end.has_left:
             raise RuntimeError(f"the context of this {name} has ended: use a new one {within}")

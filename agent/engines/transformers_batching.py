@@ -1,9 +1,9 @@
-"""Configuration of transformers' continuous batching: limits, sampling, weight loading."""
+"""What transformers' continuous batching is given: its options, requests and weights."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,12 +28,10 @@ _NOT_SUPPORTED: dict[str, object] = {
 
 
 class Limits(NamedTuple):
-    """Limits of a request."""
+    """Limits of a request: token ids, and tokens of prompt and completion together."""
 
     vocabulary_size: int
-    """Token ids are below it."""
     max_request_tokens: int
-    """Tokens of prompt and completion together, at most."""
 
 
 def read_sampling(sampling: Any, limits: Limits) -> SamplingParams:
@@ -79,10 +77,9 @@ def read_prompt(token_ids: Sequence[int], max_new_tokens: int, limits: Limits) -
     ids = as_ids("token ids", token_ids)
     if not ids.size:
         raise ValueError("the prompt must be non-empty")
-    if (largest := int(ids.max())) >= limits.vocabulary_size:
-        raise ValueError(
-            f"token id {largest} is out of vocabulary (0 to {limits.vocabulary_size - 1})"
-        )
+    size = limits.vocabulary_size
+    if (largest := int(ids.max())) >= size:
+        raise ValueError(f"token id {largest} is out of vocabulary (0 to {size - 1})")
     if ids.size + max_new_tokens > limits.max_request_tokens:
         asked = f"a prompt of {ids.size} tokens and {max_new_tokens} new ones"
         raise ValueError(f"{asked} exceed the {limits.max_request_tokens} tokens of a request")
@@ -142,9 +139,8 @@ def build_batching(
     )
     neutral_values = {"top_k": model.config.get_text_config().vocab_size, "top_p": 1.0}
     for processor in batching.logit_processor.logits_processor:
-        for name, neutral in neutral_values.items():
-            if name in getattr(processor, "supported_kwargs", ()):
-                processor.__class__ = _skipping(type(processor), name, neutral)
+        for name in neutral_values.keys() & getattr(processor, "supported_kwargs", {}).keys():
+            processor.__class__ = _skipping(type(processor), name, neutral_values[name])
     batching.warmup()
     return batching
 
@@ -158,19 +154,13 @@ def read_limits(model: Any, batching: Any) -> Limits:
     return Limits(int(config.vocab_size), min(capacity, positions or capacity))
 
 
-def load_weights(
-    batching: Any, model: Any, state_dict: Mapping[str, Any], when_loaded: Callable[[], None]
-) -> None:
-    """Copy weights into ``model`` and call ``when_loaded`` between two steps of ``batching``.
+def check_weights(own: Mapping[str, torch.Tensor], state_dict: Mapping[str, Any]) -> None:
+    """Check all weights before the first is copied: a load that fails halfway cannot be undone.
 
     Raises:
         TypeError, ValueError: If names differ from the model's, or a value cannot be copied to its
-            weight; nothing is copied.
-        RuntimeError: If generation is not running, or transformers cannot pause it.
+            weight.
     """
-    if not hasattr(batching, "pause"):
-        raise RuntimeError("weight updates in flight need transformers 5.19 or newer")
-    own = model.state_dict()  # all is checked first: a load that fails halfway cannot be undone
     unknown = sorted(set(state_dict) - set(own))
     loaded = {own[name].data_ptr() for name in set(own) & set(state_dict)}
     missing = sorted(
@@ -179,29 +169,22 @@ def load_weights(
     if unknown or missing:
         raise ValueError(f"weights unknown to the model: {unknown}; missing: {missing}")
     for name, weight in state_dict.items():
-        _check_weight(name, weight, own[name])
-    with batching.pause():
-        model.load_state_dict(state_dict, strict=False)
-        if model.device.type == "cuda":
-            torch.cuda.synchronize(model.device)
-        when_loaded()
-
-
-def _check_weight(name: str, weight: Any, own: torch.Tensor) -> None:
-    is_dense = (
-        isinstance(weight, torch.Tensor)
-        and type(weight.detach()) is torch.Tensor  # no subclass, such as a sharded one
-        and weight.layout is torch.strided
-        and weight.device.type != "meta"
-        and not (weight.is_quantized or weight.is_complex())
-    )
-    if not is_dense:
-        raise TypeError(f"{name} must be a dense, real torch.Tensor, got {shown(weight)}")
-    if weight.shape != own.shape:
-        raise ValueError(f"{name} has shape {tuple(weight.shape)}, the model's {tuple(own.shape)}")
-    check_memory(weight)
-    if not weight.detach().to(own.dtype).isfinite().all():
-        raise ValueError(f"{name} must be finite in {own.dtype}")
+        is_dense = (
+            isinstance(weight, torch.Tensor)
+            and type(weight.detach()) is torch.Tensor  # no subclass, such as a sharded one
+            and weight.layout is torch.strided
+            and weight.device.type != "meta"
+            and not (weight.is_quantized or weight.is_complex())
+        )
+        if not is_dense:
+            raise TypeError(f"{name} must be a dense, real torch.Tensor, got {shown(weight)}")
+        if weight.shape != own[name].shape:
+            shapes = f"{tuple(weight.shape)}, the model's {tuple(own[name].shape)}"
+            raise ValueError(f"{name} has shape {shapes}")
+        check_memory(weight)
+        dtype = own[name].dtype
+        if not weight.detach().to(dtype).isfinite().all():
+            raise ValueError(f"{name} must be finite in {dtype}")
 
 
 def _skipping(stock: Any, name: str, neutral: float) -> Any:

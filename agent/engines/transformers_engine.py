@@ -42,24 +42,19 @@ class TransformersEngine(ServedEngine):
     third item of a request is a `SamplingParams` or any object with ``max_new_tokens`` and,
     optionally, others of its attributes and ``greedy``.
 
-    Log-probabilities are those of the distribution sampled from: after temperature, top-k
-    and top-p. For greedy decoding that is 0, unless two tokens are equally likely.
+    Log-probabilities are those of the distribution sampled from: after temperature, top-k and
+    top-p. For greedy decoding that is 0, unless two tokens are equally likely.
 
-    While the context lasts, the model is in evaluation mode and its attention may be
-    switched to a paged implementation; both are put back. Sampling draws from torch's
-    global random generator, which entering the context seeds.
+    While the context lasts, the model is in evaluation mode, its attention may be a paged one, and
+    torch's global random generator, which entering seeds, is drawn from.
 
     Args:
-        model: A causal language model on its device. Its attention must be ``sdpa``,
-            ``eager`` or a flash implementation.
-        tokenizer: Decodes tokens for ``SamplingParams.stop``; requests with texts to stop at are
-            refused without it.
-        eos_token_id: Token or tokens that end a completion; ``None`` takes the model's.
-        num_blocks: Size of the key-value cache in blocks of ``page_size`` tokens.
-            ``None`` is 512 on a CPU, and what memory allows on a GPU.
-        page_size: Tokens of one block; ``None`` is 32 on a CPU and 256 on a GPU.
-        max_batch_tokens: Tokens of one forward pass at most. ``None`` is 512 on a CPU,
-            and what memory allows on a GPU.
+        model: A causal language model on its device, with ``sdpa``, ``eager`` or flash attention.
+        tokenizer: Decodes tokens; requests with ``SamplingParams.stop`` are refused without it.
+        eos_token_id: Token or tokens that end a completion; None takes the model's.
+        num_blocks: Blocks of the key-value cache; None is 512 on a CPU, what fits on a GPU.
+        page_size: Tokens of one block; None is 32 on a CPU, 256 on a GPU.
+        max_batch_tokens: Tokens of one forward pass at most; None is as for ``num_blocks``.
         seed: Of the sampling.
         version: Version of the weights that ``model`` holds now.
 
@@ -91,8 +86,8 @@ class TransformersEngine(ServedEngine):
             raise ValueError(f"version must be in [0, {INT32_MAX}], got {version}")
         self._model: Any = model
         self._tokenizer = tokenizer
-        configs = (self._model.generation_config, self._model.config.get_text_config())
         if eos_token_id is None:
+            configs = (self._model.generation_config, self._model.config.get_text_config())
             defaults = (getattr(config, "eos_token_id", None) for config in configs)
             eos_token_id = next((ids for ids in defaults if ids is not None), [])
         ids = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id
@@ -130,15 +125,10 @@ class TransformersEngine(ServedEngine):
         return int(self._limits.max_request_tokens)
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
-        """Return one completion, batched with the requests of all other calls.
-
-        A cancelled call ends its generation.
+        """Return one completion, batched with those of other calls, see `Engine.generate`.
 
         Raises:
             RequestRefusedError: If the request cannot be honoured, as where it is too long.
-            GenerationError: If its generation failed.
-            EngineEndedError: If generation has died or the engine was shut down.
-            RuntimeError: If the engine has not been entered.
         """
         qid, token_ids, sampling = request
         async with self._answering(qid):
@@ -227,15 +217,19 @@ class TransformersEngine(ServedEngine):
         self._model.train(self._was_training)
 
     def _load(self, state_dict: Mapping[str, torch.Tensor], version: int, loop: _Loop) -> None:
-        def switch() -> None:
-            self._version = version
-            loop.call_soon_threadsafe(setattr, self, "_reported_version", version)
-
         with self._updating:
             if not self._version < version <= INT32_MAX:
                 expected = f"exceed {self._version} and fit int32"
                 raise ValueError(f"version must {expected}, got {version}")
-            batching.load_weights(self._batching, self._model, state_dict, switch)
+            if not hasattr(self._batching, "pause"):
+                raise RuntimeError("weight updates in flight need transformers 5.19 or newer")
+            batching.check_weights(self._model.state_dict(), state_dict)
+            with self._batching.pause():
+                self._model.load_state_dict(state_dict, strict=False)
+                if self._model.device.type == "cuda":
+                    torch.cuda.synchronize(self._model.device)
+                self._version = version
+                loop.call_soon_threadsafe(setattr, self, "_reported_version", version)
 
     async def _watch(self) -> None:
         """Notice the death of generation."""
@@ -253,24 +247,24 @@ class TransformersEngine(ServedEngine):
     def _report(self, result: Any) -> None:
         """Take in all tokens that a request has so far; called for each token."""
         generation = self._generations.get(result.request_id)
-        if generation is None:
+        if generation is None or generation.done.done():
             return
         if result.error is not None:
             # Dying batching reports an error for each request; `_watch` then ends them all.
             loop = asyncio.get_running_loop()
             loop.call_later(_WATCH_INTERVAL_S, self._fail, generation, result.error)
             return
-        ids = result.generated_tokens
-        num_kept = generation.length_until_stop(ids, self._tokenizer)
-        generation.extend_to(num_kept or len(ids), self._reported_version)
-        if num_kept or result.is_finished():
-            num_kept = num_kept or len(ids)
-            generation.complete(ids[:num_kept], result.logprobs[:num_kept])
+        generation.extend(result.generated_tokens, self._reported_version, self._tokenizer)
+        if generation.has_stop_text or result.is_finished():
+            generation.complete(result.generated_tokens, result.logprobs)
 
     def _fail(self, generation: _Generation, reason: str) -> None:
         """Fail one request, unless all have failed together."""
-        if self._batching.background_thread_status.fatal_error is None:
-            generation.fail(f"generation failed: {reason}")
+        is_alive = self._batching.background_thread_status.fatal_error is None
+        if is_alive and not generation.done.done():
+            error = GenerationError(generation.qid, f"generation failed: {reason}")
+            generation.done.set_exception(error)
+            generation.done.exception()  # a call that was just cancelled does not retrieve it
 
 
 @dataclass(eq=False)
@@ -285,51 +279,37 @@ class _Generation:
     spans: list[VersionSpan] = field(default_factory=list)
     """Policy versions of the tokens reported so far."""
     has_stop_text: bool = False
-    """Whether a text to stop at has come."""
+    """Whether the last of these tokens completes a text to stop at."""
 
-    def length_until_stop(self, ids: list[int], tokenizer: Any) -> int | None:
-        """Return how many tokens there are up to the one that completes a text to stop at."""
-        if not self.stop:
-            return None
-        longest = max(len(text.encode()) for text in self.stop) + 8  # a token has a byte at least
-        for end in range(self.spans[-1].end if self.spans else 0, len(ids)):
-            tail = tokenizer.decode(
-                ids[max(0, end + 1 - longest) : end + 1], clean_up_tokenization_spaces=False
-            )
-            if any(text in tail for text in self.stop):
-                self.has_stop_text = True
-                return end + 1
-        return None
-
-    def extend_to(self, num_tokens: int, version: int) -> None:
-        """Tag the tokens that have come since the last call."""
-        start = self.spans[-1].end if self.spans else 0
+    def extend(self, ids: list[int], version: int, tokenizer: Any) -> None:
+        """Tag the tokens that are new, up to one that completes a text to stop at."""
+        start = end = self.spans[-1].end if self.spans else 0
+        longest = max((len(text.encode()) for text in self.stop), default=0)
+        longest += 8  # a token has a byte at least
+        while end < len(ids) and not self.has_stop_text:
+            end += 1
+            if self.stop:
+                tail = ids[max(0, end - longest) : end]
+                said = tokenizer.decode(tail, clean_up_tokenization_spaces=False)
+                self.has_stop_text = any(text in said for text in self.stop)
         if self.spans and self.spans[-1].version == version:
             start = self.spans.pop().start
-        self.spans.append(VersionSpan(version, start, num_tokens))
+        self.spans.append(VersionSpan(version, start, end))
 
     def complete(self, ids: list[int], logprobs: list[float]) -> None:
-        """Hand over all tokens."""
-        if len(ids) != len(logprobs) or not ids:
-            return self.fail(f"{len(ids)} tokens came with {len(logprobs)} log-probabilities")
-        has_stopped = self.has_stop_text or ids[-1] in self.stop_token_ids
-        if not self.done.done():
-            self.done.set_result(
-                GenerationOutput(
-                    qid=self.qid,
-                    prompt_ids=self.prompt,
-                    output_ids=ids,
-                    output_logprobs=logprobs,
-                    no_eos=not has_stopped,
-                    version_start=self.spans[0].version,
-                    version_end=self.spans[-1].version,
-                    version_spans=tuple(self.spans) if len(self.spans) > 1 else None,
-                    stop_reason="stop" if has_stopped else "length",
-                )
+        """Hand over the tagged tokens."""
+        end = self.spans[-1].end
+        has_stopped = self.has_stop_text or ids[end - 1] in self.stop_token_ids
+        self.done.set_result(
+            GenerationOutput(
+                qid=self.qid,
+                prompt_ids=self.prompt,
+                output_ids=ids[:end],
+                output_logprobs=logprobs[:end],
+                no_eos=not has_stopped,
+                version_start=self.spans[0].version,
+                version_end=self.spans[-1].version,
+                version_spans=tuple(self.spans) if len(self.spans) > 1 else None,
+                stop_reason="stop" if has_stopped else "length",
             )
-
-    def fail(self, reason: str) -> None:
-        """End the request with an error, unless it has ended."""
-        if not self.done.done():
-            self.done.set_exception(GenerationError(self.qid, reason))
-            self.done.exception()  # a call that was just cancelled does not retrieve it
+        )

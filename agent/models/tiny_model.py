@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,38 +82,29 @@ def build_tiny_model(seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTokenize
         ModuleNotFoundError: If transformers is not installed.
     """
     special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    tokenizer = _tokenizer(_TEXT, 384, special, _CHAT_TEMPLATE, has_digits=False)
     # Wide enough that the next token is far from uniform, and that temperature matters.
-    sizes = {"vocab_size": 384, "max_position_embeddings": 8192, "initializer_range": 0.2}
-    return _build(seed, _TEXT, special, _CHAT_TEMPLATE, sizes, has_digits=False)
+    return _model(seed, tokenizer, num_positions=8192, initializer_range=0.2), tokenizer
 
 
 def build_arithmetic_model(seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Build a tiny Qwen3 as `build_tiny_model`, with 512 positions and one token for each digit.
 
     A message ends with ``<|end|>``, ``<|pad|>`` pads.
-
-    Raises:
-        ModuleNotFoundError: If transformers is not installed.
     """
     special = ("<|pad|>", "<|user|>", "<|assistant|>", "<|end|>")
+    tokenizer = _tokenizer(_ARITHMETIC_TEXT, 512, special, _ARITHMETIC_TEMPLATE, has_digits=True)
     # The default initializer range learns several times slower at this width.
-    sizes = {"vocab_size": 512, "max_position_embeddings": 512, "initializer_range": 0.1}
-    return _build(seed, _ARITHMETIC_TEXT, special, _ARITHMETIC_TEMPLATE, sizes, has_digits=True)
+    return _model(seed, tokenizer, num_positions=512, initializer_range=0.1), tokenizer
 
 
-def _build(
-    seed: int,
-    text: Iterable[str],
-    special: tuple[str, ...],
-    chat_template: str,
-    sizes: dict[str, Any],
-    *,
-    has_digits: bool,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Build both; the first special token pads, the last ends a message."""
+def _tokenizer(
+    text: Sequence[str], size: int, special: Sequence[str], template: str, *, has_digits: bool
+) -> PreTrainedTokenizerBase:
+    """Train a tokenizer; the first special token pads, the last ends a message."""
     require("tokenizers", "transformers")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
     # Without a split at words, the agent's feedback becomes a single token.
     split: Any = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not has_digits)
@@ -123,23 +114,30 @@ def _build(
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = split
     bpe.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
-        vocab_size=sizes["vocab_size"],
-        special_tokens=list(special),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
+        vocab_size=size, special_tokens=[*special], initial_alphabet=alphabet, show_progress=False
     )
     bpe.train_from_iterator(text, trainer)
-    tokenizer = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         eos_token=special[-1],
         pad_token=special[0],
-        additional_special_tokens=list(special[1:-1]),
-        chat_template=chat_template,
+        additional_special_tokens=[*special[1:-1]],
+        chat_template=template,
         clean_up_tokenization_spaces=False,
     )
+
+
+def _model(
+    seed: int, tokenizer: Any, *, num_positions: int, initializer_range: float
+) -> PreTrainedModel:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
     config = Qwen3Config(
-        **sizes | {"vocab_size": len(tokenizer)},
+        vocab_size=len(tokenizer),
+        max_position_embeddings=num_positions,
+        initializer_range=initializer_range,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
@@ -155,5 +153,4 @@ def _build(
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         # The default generator alone: torch.manual_seed would reseed every device.
         torch.default_generator.manual_seed(seed)
-        model: PreTrainedModel = Qwen3ForCausalLM(config)
-    return model.eval(), tokenizer
+        return Qwen3ForCausalLM(config).eval()

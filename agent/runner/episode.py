@@ -17,7 +17,7 @@ from trajpack.agent.errors import (
     reason_of,
 )
 from trajpack.agent.protocols import Engine, Generate, GenerationOutput, GenerationRequest, Prompt
-from trajpack.agent.runner.replies import check_trajectories, checked_prompt, turn_of
+from trajpack.agent.runner.replies import checked_prompt, checked_trajectories, turn_of
 from trajpack.packing.types import Trajectory, Turn
 
 if TYPE_CHECKING:
@@ -43,13 +43,10 @@ class Attempt:
 
     async def run(self, prompt: Prompt) -> Sequence[Trajectory]:
         """Run the agent, and cancel tasks that still ask at its end."""
-        self.runner.silence.sign()
-        self.runner.num_attempts += 1
         try:
             environment = ReportingEnvironment(self)
             trajectories = await self.runner.run_agent(prompt, environment, self.generate)
-            await check_trajectories(trajectories)
-            return trajectories  # type: ignore[no-any-return]
+            return await checked_trajectories(trajectories)
         except ENDS:
             raise
         except asyncio.CancelledError as error:
@@ -61,13 +58,11 @@ class Attempt:
             if isinstance(error, EpisodeError) and error.qid == self.qid:
                 raise
             kind = EpisodeTimeoutError if isinstance(error, TimeoutError) else EpisodeError
-            known = set(map(id, self.environment_errors))
-            if any(id(cause) in known for cause in causes_of(error)):
+            if any(cause in self.environment_errors for cause in causes_of(error)):
                 kind = EnvironmentFailedError
             raise kind(self.qid, reason_of(error)) from error
         finally:
             self._is_over = True
-            self.runner.num_attempts -= 1
             for task in self._asking:
                 if task is not None:
                     task.cancel()
@@ -93,7 +88,6 @@ class Attempt:
         self.num_requests += 1
         timeout_s = runner.policy.generation_timeout_s
         late = EpisodeTimeoutError(self.qid, f"no reply within {timeout_s} s")
-        runner.silence.sign()
         runner.tell("generation_started", self.qid, number, prompt_ids.size)
         try:
             reply = await runner.gate.send(reply_of(runner.engine, request), timeout_s, late)
@@ -101,8 +95,6 @@ class Attempt:
         except EpisodeError as error:
             runner.tell("generation_ended", self.qid, number, error)
             raise
-        finally:
-            runner.silence.sign()
         if self._count_turn is not None:
             self._count_turn(turn)
         runner.tell("generation_ended", self.qid, number, reply)
@@ -162,7 +154,6 @@ class ReportingEnvironment:
     ) -> Any:
         runner = self._attempt.runner
         runner.num_calls += 1
-        runner.silence.sign()
         try:
             return await method(*values, **named)
         except BaseException as error:
@@ -170,7 +161,6 @@ class ReportingEnvironment:
             raise
         finally:
             runner.num_calls -= 1
-            runner.silence.sign()
 
 
 def _is_being_cancelled() -> bool:
@@ -215,8 +205,7 @@ async def run_episode(
         Exception: As the agent raised it.
     """
     trajectories = await coroutine_of(agent)(prompt, env, generate)
-    await check_trajectories(trajectories)
-    return labelled(trajectories, prompt.task)
+    return labelled(await checked_trajectories(trajectories), prompt.task)
 
 
 def labelled(trajectories: Sequence[Trajectory], group: str) -> tuple[Trajectory, ...]:

@@ -1,7 +1,8 @@
-"""Observers of a rollout, such as metrics, traces and tests, and the calls of their hooks."""
+"""Observers of a rollout, such as metrics and traces, and the calls of their hooks."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import traceback
 from collections.abc import Sequence
@@ -63,9 +64,12 @@ class Observers:
     def __init__(self, observers: Sequence[RolloutObserver] = ()) -> None:
         self._observers = tuple(observers)
         self._logged: set[tuple[int, str]] = set()
+        self.called_at = 0.0
+        """Time of the last call, by the event loop: what happened last in a runner."""
 
     def __call__(self, hook: str, *values: Any, **named: Any) -> None:
         """Call a hook."""
+        self.called_at = asyncio.get_running_loop().time()
         for number, observer in enumerate(self._observers):
             try:
                 getattr(observer, hook)(*values, **named)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy.typing as npt
 from trajpack.agent.errors import EpisodeError, MalformedResponseError, reason_of
 from trajpack.agent.protocols import GenerationOutput
 from trajpack.packing.buffer.trajectory_arrays import TrajectoryArrays
-from trajpack.packing.conversion import as_ids, shown
+from trajpack.packing.conversion import as_ids
 from trajpack.packing.types import Trajectory, Turn
 
 _FEW = 256
@@ -62,27 +63,20 @@ def turn_of(qid: str, prompt_ids: npt.NDArray[np.int32], reply: Any) -> Turn:
     except Exception as error:
         reason = f"the reply was refused: {reason_of(error)}"
         raise MalformedResponseError(qid, reason) from error
-    return replace(checked.turns[0], fields=reply.fields)
+    (turn,) = checked.turns
+    return turn if reply.fields is None else replace(turn, fields=reply.fields)
 
 
-async def check_trajectories(trajectories: Any) -> None:
-    """Check that a `TrajectoryBuffer` would take what an agent returned.
+async def checked_trajectories(trajectories: Any) -> Sequence[Trajectory]:
+    """Return what an agent returned, if a `TrajectoryBuffer` would take it.
 
     Extra fields of turns are not looked at: which ones there must be is the buffer's to say.
     """
     if not isinstance(trajectories, list | tuple):
         kind = type(trajectories).__name__
         raise TypeError(f"the agent must return a list of trajectories, got {kind}")
-    num_turns = 0
-    for trajectory in trajectories:
-        if not isinstance(trajectory, Trajectory):
-            raise TypeError(f"expected a Trajectory, got {type(trajectory).__name__}")
-        for index, turn in enumerate(trajectory.turns):
-            if not isinstance(turn, Turn):
-                where = f"trajectory {shown(trajectory.id)}, turn {index}"
-                raise TypeError(f"{where}: expected a Turn, got {type(turn).__name__}")
-            num_turns += 1
-    if num_turns > _FEW:
+    if sum(len(getattr(entry, "turns", ())) for entry in trajectories) > _FEW:
         await asyncio.to_thread(TrajectoryArrays.of, trajectories)
     else:
         TrajectoryArrays.of(trajectories)
+    return trajectories

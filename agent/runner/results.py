@@ -81,26 +81,21 @@ class Progress:
     """Counts of a run so far.
 
     Attributes:
-        num_started: Episodes begun, ``group_size`` to a prompt; each counts once, whatever its
-            attempts.
         num_finished: Episodes handed over, the failed ones included.
         num_failed: Those with an error.
         num_turns: Turns sampled, those of failed and of unfinished episodes included.
         num_tokens: Tokens sampled in these turns.
         num_kept_turns: Turns of the episodes that finished without an error.
         num_rewarded_turns: Kept turns with a reward above zero.
-        reward_sum: Sum of the rewards of the kept turns, not discounted.
         elapsed_s: Seconds since the run began.
     """
 
-    num_started: int = 0
     num_finished: int = 0
     num_failed: int = 0
     num_turns: int = 0
     num_tokens: int = 0
     num_kept_turns: int = 0
     num_rewarded_turns: int = 0
-    reward_sum: float = 0.0
     elapsed_s: float = 0.0
 
     @property
@@ -114,7 +109,6 @@ class Progress:
         self.num_failed += result.error is not None
         self.num_kept_turns += len(result.turns)
         self.num_rewarded_turns += sum(turn.reward > 0 for turn in result.turns)
-        self.reward_sum += sum(turn.reward for turn in result.turns)
 
 
 class OutcomeLog:

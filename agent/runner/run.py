@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Sequence
@@ -21,6 +22,7 @@ from trajpack.agent.runner.episode import attempt_episode, check_serving, labell
 from trajpack.agent.runner.policy import RolloutPolicy, refuse_stale
 from trajpack.agent.runner.results import EpisodeResult, GroupResult, OutcomeLog, Progress
 from trajpack.agent.seeding import derive_seed
+from trajpack.packing.text import one_line
 from trajpack.packing.types import Trajectory, Turn
 
 if TYPE_CHECKING:
@@ -29,9 +31,9 @@ if TYPE_CHECKING:
     from trajpack.agent.runner.runner import RolloutRunner
 
 Prompts: TypeAlias = Iterable[Prompt] | AsyncIterable[Prompt]
-Outcome: TypeAlias = tuple[Trajectory, ...] | EpisodeError
+Outcome: TypeAlias = tuple[tuple[Trajectory, ...], EpisodeError | None]
 
-WEIGHTS = "weights newer than those of the last results (RolloutPolicy.staleness)"
+_logger = logging.getLogger(__name__)
 _VERSION_INTERVAL_S = 0.05
 """Seconds between looks at the engine's version, while episodes wait for newer weights."""
 _END = object()
@@ -74,15 +76,11 @@ class Episode:
 
     group: Group
     sample: int
+    qid: str
     scope: CancelScope
     """Cancels its attempts."""
     attempts: int = 0
     """Number of attempts so far."""
-
-    @property
-    def qid(self) -> str:
-        """Name of the episode."""
-        return f"{self.group.prompt.id}@{self.sample}"
 
 
 class Run:
@@ -106,6 +104,8 @@ class Run:
         """Results of episodes; None wakes the reader, for progress or at an end."""
         self._progress, self._began = Progress(), time.monotonic()
         self._outcome = OutcomeLog()
+        self._awaited = ""
+        """What episodes wait for that have not begun: prompts, or newer weights."""
         self._num_groups = 0
         """Groups under way."""
         self._is_stopping = self._is_cancelling = False
@@ -126,9 +126,8 @@ class Run:
         """Yield the result of each group as its last episode ends."""
         runner = self._runner
         check_serving(runner.engine)
-        if not runner.runs:
-            runner.silence.start()
         runner.runs.add(self)
+        watching = asyncio.create_task(self._warn_of_silence())
         self._taking = asyncio.create_task(self._take_prompts())
         self._taking.add_done_callback(self._has_taken)
         try:
@@ -146,12 +145,38 @@ class Run:
                 self._outcome.log()
         finally:
             self.stop(drain=False)
-            await wait_for_end(self._taking, *self._tasks)
+            watching.cancel()
+            await wait_for_end(self._taking, watching, *self._tasks)
             if runner.staleness is not None:
                 runner.staleness.num_running -= self._num_groups
             runner.runs.discard(self)
-            if not runner.runs:
-                runner.silence.stop()
+
+    async def _warn_of_silence(self) -> None:
+        """Log what is waited for when no observer was told anything for long, then twice as long.
+
+        Of episodes on remote workers no sign comes. A warning ends nothing.
+        """
+        runner, loop = self._runner, asyncio.get_running_loop()
+        patience_s = runner.policy.silence_warning_s
+        runner.tell.called_at = loop.time()
+        while patience_s is not None and not getattr(runner.engine, "is_remote", False):
+            look_at = runner.tell.called_at + patience_s
+            await asyncio.sleep(look_at - loop.time())
+            now, what = loop.time(), self._awaited
+            if self._tasks:
+                what = (
+                    f"episodes under way: {len(self._tasks)}, open requests to "
+                    f"{type(runner.engine).__name__}: {runner.gate.num_in_flight}, open calls of "
+                    f"{type(runner.environment).__name__}: {runner.num_calls}; "
+                    "RolloutPolicy(episode_timeout_s=...) ends such episodes"
+                )
+            if runner.gate.is_still or not what or now - look_at > 1.0:
+                runner.tell.called_at = now  # it is in order, or the event loop stood still
+            elif (silent_s := now - runner.tell.called_at) > patience_s - 0.001:  # a rounding
+                _logger.warning(
+                    "nothing has happened for %.0f s: %s", silent_s, one_line(what, 2000)
+                )
+                patience_s *= 2
 
     def _take(self, group: Group, result: EpisodeResult) -> GroupResult | None:
         """Make room for another episode; return the result of a group that is complete."""
@@ -169,7 +194,8 @@ class Run:
         for taken in judged.results:
             self._progress.count_result(taken)
             if isinstance(taken.error, StaleEpisodeError):
-                self._tell_end(taken.qid, taken.attempts, taken.error, final=True)
+                attempt = taken.attempts - 1
+                runner.tell("episode_ended", taken.qid, attempt, taken.error, final=True)
             elif taken.error is None and judged.rejected is None:
                 runner.tell("result_accepted", taken, version)
         if self._by_group:
@@ -178,7 +204,7 @@ class Run:
 
     def _has_taken(self, taking: asyncio.Task[None]) -> None:
         """Note that there are no further prompts, or why."""
-        self._runner.awaited = ""
+        self._awaited = ""
         if not taking.cancelled():
             self._failure = self._failure or taking.exception()
         elif not self._is_stopping:
@@ -192,9 +218,9 @@ class Run:
         num_occurrences = Counter[str]()
         while True:
             await self._wait_for_turn()
-            self._runner.awaited = "the next item of the iterator of prompts"
+            self._awaited = "waiting for the next item of the iterator of prompts"
             prompt = await anext(prompts, _END) if is_async else next(prompts, _END)
-            self._runner.awaited = ""
+            self._awaited = ""
             if prompt is _END:
                 return
             if not isinstance(prompt, Prompt):
@@ -228,9 +254,9 @@ class Run:
             self._has_room.clear()
             await self._has_room.wait()
         while (gate := runner.staleness) is not None and gate.capacity(runner.engine.version) < 1:
-            runner.awaited = WEIGHTS
+            self._awaited = "waiting for weights newer than those of the last results"
             await asyncio.sleep(_VERSION_INTERVAL_S)
-            runner.awaited = ""
+            self._awaited = ""
         async with self._slots:
             pass
 
@@ -238,9 +264,8 @@ class Run:
         """Start an episode."""
         from anyio import CancelScope
 
-        episode = Episode(group, sample, CancelScope())
+        episode = Episode(group, sample, f"{group.prompt.id}@{sample}", CancelScope())
         self._num_open += 1
-        self._progress.num_started += 1
         task = asyncio.create_task(self._roll_out(episode), name=f"episode {episode.qid}")
         self._tasks[task] = episode
         task.add_done_callback(self._has_ended)
@@ -261,39 +286,30 @@ class Run:
                     runner.tell("episode_started", qid, episode.attempts - 1)
                     try:
                         sampled = await attempt_episode(runner, prompt, count_turn=count_turn)
-                        return labelled(sampled, group.label)
+                        return labelled(sampled, group.label), None
                     except EpisodeError as error:
                         if has_engine_ended(error):
                             self.stop(drain=True)
                         if self._is_stopping or not retries.allows(error.cause, episode.attempts):
-                            return error
-                        self._tell_end(qid, episode.attempts, error, final=False)
+                            return (), error
+                        runner.tell("episode_ended", qid, episode.attempts - 1, error, final=False)
                 await asyncio.sleep(retries.wait_s(qid, episode.attempts))
-        return EpisodeCancelledError(qid, "it was stopped")
+        return (), EpisodeCancelledError(qid, "it was stopped")
 
     def _has_ended(self, task: asyncio.Task[Outcome]) -> None:
         """Give the result of an episode to the reader."""
         episode = self._tasks.pop(task)
-        outcome: Outcome
-        if task.cancelled():
-            outcome = EpisodeCancelledError(episode.qid, "its task was cancelled")
-        elif (failure := task.exception()) is not None:  # it ends the program
+        failure = None if task.cancelled() else task.exception()
+        if failure is not None:  # it ends the program
             self._failure = failure
             return self._events.put_nowait(None)
-        else:
-            outcome = task.result()
-        error = outcome if isinstance(outcome, EpisodeError) else None
-        trajectories = () if isinstance(outcome, EpisodeError) else outcome
-        if episode.attempts:
-            self._tell_end(episode.qid, episode.attempts, error, final=True)
-        prompt, attempts = episode.group.prompt, max(episode.attempts, 1)
-        result = EpisodeResult(prompt, trajectories, error, episode.sample, attempts)
-        self._events.put_nowait((episode.group, result))
-
-    def _tell_end(
-        self, qid: str, attempts: int, error: EpisodeError | None, *, final: bool
-    ) -> None:
-        self._runner.tell("episode_ended", qid, attempts - 1, error, final=final)
+        cancelled = (), EpisodeCancelledError(episode.qid, "its task was cancelled")
+        trajectories, error = cancelled if task.cancelled() else task.result()
+        group, attempts = episode.group, episode.attempts
+        if attempts:
+            self._runner.tell("episode_ended", episode.qid, attempts - 1, error, final=True)
+        result = EpisodeResult(group.prompt, trajectories, error, episode.sample, max(attempts, 1))
+        self._events.put_nowait((group, result))
 
     def _count_turn(self, turn: Turn) -> None:
         self._progress.num_turns += 1

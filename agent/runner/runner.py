@@ -14,7 +14,6 @@ from trajpack.agent.runner.observers import Observers, RolloutObserver
 from trajpack.agent.runner.policy import GroupPolicy, RolloutPolicy, StalenessGate
 from trajpack.agent.runner.results import EpisodeResult, GroupResult, Progress
 from trajpack.agent.runner.run import Prompts, Run
-from trajpack.agent.runner.silence import SilenceTimer
 from trajpack.packing.conversion import as_integer
 from trajpack.packing.optional import require
 
@@ -80,11 +79,8 @@ class RolloutRunner:
         """Counts of results accepted and under way, if the policy limits staleness."""
         self.tell = Observers(self.observers)
         self.gate = GenerationGate()
-        self.silence = SilenceTimer(self.policy.silence_warning_s, self._waits_for)
-        self.num_attempts = self.num_calls = 0
-        """Attempts at episodes, and calls of the environment, that are under way."""
-        self.awaited = ""
-        """What a run waits for while no episode is under way: prompts, or newer weights."""
+        self.num_calls = 0
+        """Calls of the environment that are under way."""
         self.runs: set[Run] = set()
 
     async def run(self, prompts: Prompts) -> AsyncGenerator[EpisodeResult, None]:
@@ -139,15 +135,3 @@ class RolloutRunner:
                 the episode has ended. Time limits run until then.
         """
         return self.gate.paused(drain=drain)
-
-    def _waits_for(self) -> str:
-        if self.gate.is_still or getattr(self.engine, "is_remote", False):
-            return ""  # of episodes elsewhere no sign comes
-        if not self.num_attempts:
-            return f"waiting for {self.awaited}" if self.awaited else ""
-        engine, environment = type(self.engine).__name__, type(self.environment).__name__
-        return (
-            f"episodes under way: {self.num_attempts}, open requests to {engine}: "
-            f"{self.gate.num_in_flight}, open calls of {environment}: {self.num_calls}; "
-            "RolloutPolicy(episode_timeout_s=...) ends such episodes"
-        )

@@ -317,12 +317,12 @@ def _without_fields(
     """Return trajectories without extra fields, and these by turn and name."""
     plain, found, num_turns = list[Trajectory](), _Undeclared(), 0
     for trajectory in trajectories:
-        turns = list(trajectory.turns)
+        turns, before = list(getattr(trajectory, "turns", ())), len(found)
         for number, turn in enumerate(turns):
-            if turn.fields is not None:
+            if getattr(turn, "fields", None) is not None:
                 found[num_turns + number] = {k: _stored(v) for k, v in turn.fields.items()}
                 turns[number] = replace(turn, fields=None)
-        plain.append(replace(trajectory, turns=turns))
+        plain.append(trajectory if len(found) == before else replace(trajectory, turns=turns))
         num_turns += len(turns)
     return plain, found
 

@@ -34,7 +34,7 @@ from trajpack.agent.errors import EngineEndedError
 from trajpack.agent.models.tiny_model import build_tiny_model
 from trajpack.agent.protocols import Prompt
 from trajpack.agent.rollout.settings import RolloutSettings
-from trajpack.agent.runner import silence
+from trajpack.agent.runner import run
 from trajpack.agent.runner.runner import EpisodeResult, Progress
 from trajpack.cli import main
 from trajpack.commands import rollout
@@ -246,11 +246,11 @@ def test_a_kind_of_warning_is_one_line_and_a_silence_is_said_each_time(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     handler = rollout._FirstOfEachKind()
-    for name in (log_answers.__module__, silence.__name__):
+    for name in (log_answers.__module__, run.__name__):
         for number in (1, 2):
             level = logging.WARNING
             handler.emit(logging.LogRecord(name, level, "", 0, f"of {name} %d", (number,), None))
-    said = [f"of {log_answers.__module__} 1", *(f"of {silence.__name__} {k}" for k in (1, 2))]
+    said = [f"of {log_answers.__module__} 1", *(f"of {run.__name__} {k}" for k in (1, 2))]
     assert capsys.readouterr().err.splitlines() == [f"trajpack: {line}" for line in said]
 
 

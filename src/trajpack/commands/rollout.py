@@ -22,7 +22,7 @@ from trajpack.agent.models.causal_model import model_folder
 from trajpack.agent.rollout.files import RolloutLog, save_rollout
 from trajpack.agent.rollout.rollout import Rollout, prepare_rollout
 from trajpack.agent.rollout.settings import LayoutName, RolloutSettings
-from trajpack.agent.runner import silence
+from trajpack.agent.runner import run
 from trajpack.agent.runner.runner import EpisodeResult, Progress
 from trajpack.commands.terminal import say, show, writing
 from trajpack.packing.batch.batch import PackedBatch
@@ -197,7 +197,7 @@ class _FirstOfEachKind(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         is_new = record.levelno == logging.WARNING and record.msg not in self._kinds
-        if is_new or record.name == silence.__name__:
+        if is_new or record.name == run.__name__:
             self._kinds.add(record.msg)
             say(record.getMessage())
 

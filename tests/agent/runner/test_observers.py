@@ -202,10 +202,9 @@ def test_progress_counts_the_episodes_that_have_finished() -> None:
     roll(failing("q0@1"), 3, group_size=2, on_progress=seen.append)
     assert sorted({progress.num_finished for progress in seen} - {0}) == [1, 2, 3, 4, 5, 6]
     last = seen[-1]
-    assert (last.num_started, last.num_failed) == (6, 1)
+    assert last.num_failed == 1
     assert (last.num_turns, last.num_kept_turns, last.num_rewarded_turns) == (10, 10, 5)
     assert last.num_tokens == 20
-    assert last.reward_sum == 2.5
     assert last.elapsed_s > 0
     assert last.tokens_per_s == pytest.approx(20 / last.elapsed_s)
     seen.clear()

@@ -11,7 +11,7 @@ import torch
 
 from trajpack.agent.errors import EpisodeError, MalformedResponseError
 from trajpack.agent.protocols import GenerationOutput
-from trajpack.agent.runner.replies import check_trajectories, checked_prompt, turn_of
+from trajpack.agent.runner.replies import checked_prompt, checked_trajectories, turn_of
 from trajpack.packing.ragged import Ragged
 from trajpack.packing.types import Trajectory, Turn
 
@@ -110,7 +110,7 @@ def test_many_short_turns_are_checked_beside_the_event_loop() -> None:
     turns = [Turn([1, 2, 3], [4, 5], [-1.0, -1.0]) for _ in range(5000)]
 
     async def body() -> int:
-        checking = asyncio.create_task(check_trajectories([Trajectory("long", turns)]))
+        checking = asyncio.create_task(checked_trajectories([Trajectory("long", turns)]))
         rounds = 0
         while not checking.done():
             await asyncio.sleep(0)

@@ -103,6 +103,7 @@ class Client:
     def __init__(self, options: ServerOptions) -> None:
         import aiohttp
 
+        self._max_bytes = options.max_response_bytes
         self._headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
         if options.token:
             self._headers["Authorization"] = f"Bearer {options.token}"
@@ -113,21 +114,14 @@ class Client:
             except OSError as error:  # its message does not name the file
                 reason = f"no certificates in ca_file {options.ca_file!r}: {error}"
                 raise SetupError(reason) from None
-        timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=_CONNECT_S, ceil_threshold=math.inf
-        )
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S, ssl=verification)
+        timeout = aiohttp.ClientTimeout(sock_connect=_CONNECT_S, ceil_threshold=math.inf)
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=_KEEP_ALIVE_S, ssl=verification
-            ),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=timeout,
+            connector=connector, cookie_jar=aiohttp.DummyCookieJar(), timeout=timeout
         )
         self.close = self._session.close
 
-    async def send(
-        self, server: Server, request: HTTPRequest, *, max_bytes: int, timeout_s: float
-    ) -> bytes:
+    async def send(self, server: Server, request: HTTPRequest, timeout_s: float) -> bytes:
         """Send ``request`` and return the body of the response."""
         import aiohttp
         import msgspec
@@ -148,7 +142,7 @@ class Client:
                 ) as response,
             ):
                 status = response.status
-                limit = max_bytes if status == 200 else _MAX_ERROR_BYTES
+                limit = self._max_bytes if status == 200 else _MAX_ERROR_BYTES
                 body = bytearray()
                 while part := await response.content.read(limit + 1 - len(body)):
                     body += part
@@ -161,13 +155,12 @@ class Client:
                 raise RetryableError(f"{where}: no whole answer in {timeout_s:g} s") from None
             reason = f"{where}: {type(error).__name__}: {one_line(error)}"
             raise ConnectionLostError(reason) from None
-        if status == 200 and len(body) > limit:
-            raise MalformedError(f"{where}: the body is longer than {limit} bytes")
         if status == 200:
+            if len(body) > limit:
+                raise MalformedError(f"{where}: the body is longer than {limit} bytes")
             return bytes(body)
         reason = f"{where}: status {status}: {one_line(body.decode(errors='replace'))}"
         if status < 400:
             raise MalformedError(reason)
-        raise (
-            RetryableError(reason) if status in _RETRYABLE else RefusedError(reason, status=status)
-        )
+        kind = RetryableError if status in _RETRYABLE else RefusedError
+        raise kind(reason, status=status)

@@ -26,7 +26,6 @@ from trajpack.packing.optional import require
 from trajpack.packing.text import one_line
 
 _logger = logging.getLogger(__name__)
-_MAX_BYTES = 2**20
 _MAX_FAILURES = 3
 """Consecutive failures, other than of a connection, that take a server out of rotation."""
 _HEALTH_S = 10.0
@@ -113,14 +112,13 @@ class ServerFleet(ServedEngine):
                 if not (is_label_only and error.is_absence)
             }
             if len(failed) == len(self._servers):
-                raise WeightUpdateError(f"version {version} reached no server: {_join(failed)}")
+                raise _update_error(f"version {version} reached no server", failed)
             self._version = version
             for server in self._servers:
                 server.is_behind = server in failed  # labels of its tokens would be too new
+                server.told_version = None if server in errors else version
                 if server in failed:
                     self._rest(server, failed[server])
-                else:
-                    server.told_version = None if server in errors else version
 
     async def pause(self, *, interrupt: bool = False) -> None:
         """Pause generation on the servers, and send no new requests.
@@ -139,7 +137,7 @@ class ServerFleet(ServedEngine):
         if failed := await self._order(self._in_rotation(), self._orders.pause(interrupt)):
             with contextlib.suppress(WeightUpdateError):
                 await self.resume()
-            raise WeightUpdateError(f"no pause: {_join(failed)}")
+            raise _update_error("no pause", failed)
 
     async def resume(self) -> None:
         """Resume generation and requests; a server that is not healthy resumes when it returns.
@@ -157,7 +155,7 @@ class ServerFleet(ServedEngine):
             if not error.is_absence:  # else it cannot have paused
                 self._rest(server, error)
         if failed:
-            raise WeightUpdateError(f"did not resume: {_join(failed)}")
+            raise _update_error("did not resume", failed)
 
     async def __aenter__(self) -> Self:
         if self._client is not None:
@@ -236,11 +234,9 @@ class ServerFleet(ServedEngine):
         await asyncio.gather(*map(order, servers))
         return failed
 
-    async def _send(
-        self, server: Server, request: HTTPRequest, timeout_s: float, max_bytes: int = _MAX_BYTES
-    ) -> bytes:
+    async def _send(self, server: Server, request: HTTPRequest, timeout_s: float) -> bytes:
         assert self._client is not None
-        return await self._client.send(server, request, max_bytes=max_bytes, timeout_s=timeout_s)
+        return await self._client.send(server, request, timeout_s)
 
     def _in_rotation(self) -> list[Server]:
         return [server for server in self._servers if server.is_healthy]
@@ -309,5 +305,5 @@ def _part(body: bytes, *path: str | int) -> Any:
     return part
 
 
-def _join(failures: dict[Server, ExchangeError]) -> str:
-    return "; ".join(map(str, failures.values()))
+def _update_error(reason: str, failures: dict[Server, ExchangeError]) -> WeightUpdateError:
+    return WeightUpdateError(f"{reason}: {'; '.join(map(str, failures.values()))}")

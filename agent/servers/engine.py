@@ -168,8 +168,7 @@ class ServerEngine(ServerFleet):
         had_fallen_back = server.has_fallen_back
         request = self._write(server, completion.token_ids, params, seed)
         try:
-            request_s = options.time_limits.request_s
-            body = await self._send(server, request, request_s, options.max_response_bytes)
+            body = await self._send(server, request, options.time_limits.request_s)
         except RefusedError as error:
             if had_fallen_back or not (self._can_fall_back and error.is_absence):
                 raise

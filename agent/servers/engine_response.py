@@ -103,18 +103,17 @@ def read_response(
 def _checked(
     sampling: SamplingParams,
     options: ServerOptions,
+    part: Any,
     ids: list[int],
     logprobs: list[float | None],
     reason: str,
-    spans: list[Any] | None,
-    mask: list[list[int]] | None,
-    routes: str | None,
 ) -> EngineResponse:
+    mask, routes, spans = part.sampling_mask, part.routed_experts, part.weight_versions
     if len(ids) > sampling.max_new_tokens:
         raise _refusal(f"at most {sampling.max_new_tokens} tokens in token_ids", len(ids))
-    for part, rows in (("logprobs", logprobs), ("sampling_mask", mask)):
+    for name, rows in (("logprobs", logprobs), ("sampling_mask", mask)):
         if rows is not None and len(rows) != len(ids):
-            raise _refusal(f"{len(ids)} rows, one for each of token_ids in {part}", len(rows))
+            raise _refusal(f"{len(ids)} rows, one for each of token_ids in {name}", len(rows))
     wide = np.array([math.nan if value is None else value for value in logprobs], np.float64)
     is_missing = np.isnan(wide) | (wide == _PLACEHOLDER_LOGPROB)
     if is_missing.any() and options.missing_logprobs == "refuse":

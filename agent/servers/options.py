@@ -15,9 +15,11 @@ MissingLogprobs: TypeAlias = Literal["zero", "mark", "refuse"]
 
 
 def _require_positive(owner: object, *names: str) -> None:
-    """Raise unless these attributes are numbers above 0, and counts among them integers."""
+    """Raise unless these attributes are None or numbers above 0, and counts integers."""
     for name in names:
         value = getattr(owner, name)
+        if value is None:
+            continue
         if name.startswith("max_") or name.endswith("_size"):
             as_integer(name, value)
         elif not isinstance(value, Real):
@@ -109,19 +111,19 @@ class ServerOptions:
     routed_experts: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        given = [
-            name for name in ("vocab_size", "max_request_tokens") if vars(self)[name] is not None
-        ]
-        _require_positive(self, "max_connections", "max_response_bytes", *given)
-        if self.logprobs not in ("raw", "processed", None):
-            raise ValueError(f"logprobs must be 'raw' or 'processed', got {self.logprobs!r}")
-        if self.missing_logprobs not in (known := ("zero", "mark", "refuse")):
-            raise ValueError(
-                f"missing_logprobs must be one of {known}, got {self.missing_logprobs!r}"
-            )
-        routes = self.routed_experts
-        if routes is not None and [type(size) is int and size > 0 for size in routes] != [True] * 2:
-            raise ValueError(f"routed_experts must be (layers, experts of a token), got {routes!r}")
+        counts = ("max_connections", "max_response_bytes", "vocab_size", "max_request_tokens")
+        _require_positive(self, *counts)
+        routes, words = self.routed_experts, ("zero", "mark", "refuse")
+        is_pair = (
+            routes is None or [type(size) is int and size > 0 for size in routes] == [True] * 2
+        )
+        for name, is_valid, expected in (
+            ("logprobs", self.logprobs in ("raw", "processed", None), "'raw' or 'processed'"),
+            ("missing_logprobs", self.missing_logprobs in words, f"one of {words}"),
+            ("routed_experts", is_pair, "(layers, experts of a token)"),
+        ):
+            if not is_valid:
+                raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
         if self.seed is not None:
             as_integer("seed", self.seed)
         if self.token is not None and not (self.token.isascii() and self.token.isprintable()):

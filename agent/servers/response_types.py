@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 from msgspec.json import Decoder
@@ -10,6 +10,7 @@ from msgspec.json import Decoder
 from trajpack.agent.protocols import SamplingParams
 
 _Reason: TypeAlias = Literal["stop", "length", "abort"]
+_Parts: TypeAlias = tuple[Any, list[int], list[float | None], str]
 
 # gc=False: no cycle can go through them, so the collector need not walk thousands of them
 
@@ -41,21 +42,13 @@ class _Choice(Struct, gc=False):
 class _VLLMResponse(Struct, gc=False):
     choices: Annotated[list[_Choice], Meta(min_length=1, max_length=1)]
 
-    def parts(self, _: SamplingParams) -> tuple[Any, ...]:
-        """Return ids, log-probabilities, finish reason, spans, sampling mask and routes."""
+    def parts(self, _: SamplingParams) -> _Parts:
+        """Return the fields of tokens, ids, log-probabilities and the finish reason."""
         (choice,) = self.choices
         logprobs = choice.logprobs.token_logprobs
         if choice.logprobs.content is not None:
             logprobs = [entry.logprob for entry in choice.logprobs.content]
-        reason, spans = choice.finish_reason, choice.weight_versions
-        return (
-            choice.token_ids,
-            logprobs,
-            reason,
-            spans,
-            choice.sampling_mask,
-            choice.routed_experts,
-        )
+        return choice, choice.token_ids, logprobs, choice.finish_reason
 
 
 class _Pair(Struct, array_like=True, gc=False):
@@ -72,6 +65,7 @@ class _Meta(Struct, gc=False):
     output_token_logprobs: list[_Pair]
     weight_version: str | None = None
     weight_versions: list[_Span] | None = None
+    sampling_mask: ClassVar[None] = None
     routed_experts: str | None = None
 
 
@@ -79,19 +73,17 @@ class _SGLangResponse(Struct, gc=False):
     output_ids: list[int]
     meta_info: _Meta
 
-    def parts(self, sampling: SamplingParams) -> tuple[Any, ...]:
-        """Return ids, log-probabilities, finish reason, spans, sampling mask and routes."""
-        meta, ids = self.meta_info, self.output_ids
-        finish, spans = meta.finish_reason, meta.weight_versions
+    def parts(self, sampling: SamplingParams) -> _Parts:
+        """Return the fields of tokens, ids, log-probabilities and the finish reason."""
+        meta, ids, finish = self.meta_info, self.output_ids, self.meta_info.finish_reason
         if isinstance(finish.matched, str) and finish.matched not in sampling.stop:
             # "NaN happened"
             raise ValueError(
                 f"expected a text of the request in matched, got {finish.matched!a:.80}"
             )
-        if spans is None and meta.weight_version is not None:
-            spans = [_Span(meta.weight_version, 0, len(ids))]
-        logprobs = [pair.logprob for pair in meta.output_token_logprobs]
-        return ids, logprobs, finish.type, spans, None, meta.routed_experts
+        if meta.weight_versions is None and meta.weight_version is not None:
+            meta.weight_versions = [_Span(meta.weight_version, 0, len(ids))]
+        return meta, ids, [pair.logprob for pair in meta.output_token_logprobs], finish.type
 
 
 DECODERS: dict[str, Any] = {"vLLM": Decoder(_VLLMResponse), "SGLang": Decoder(_SGLangResponse)}

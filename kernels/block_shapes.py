@@ -2,7 +2,7 @@
 
 The reasons are counts from compiled code (Triton 3.6 to 3.9) and arithmetic. Five kernels were also
 timed with other shapes on an H200, of which none took more than 8 % less time (`docs/benchmarks`).
-Registers are the maximum of a thread on sm_80 and sm_90, which
+Registers are the maximum of a thread on sm_80 to sm_100, which
 ``tests/kernels/compiled/test_compiled.py`` asserts (on sm_80 by `make variants`). An SM of sm_80 to
 sm_100 has 65,536 registers, allocated to warps by 8 per thread. At 4.3 TB/s an H200 needs about
 11.4 KB of loads in flight on each SM.

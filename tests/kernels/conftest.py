@@ -26,12 +26,14 @@ OTHERS = Path(__file__).with_name("triton_versions.txt").read_text().split()
 VERSIONS = list(dict.fromkeys([INSTALLED, *OTHERS]))
 """Versions of Triton that the kernels are compiled with: the installed one first."""
 OLDEST, NEWEST = OTHERS
-TARGETS = ("90", "80", "gfx942")
+TARGETS = ("90", "80", "100", "gfx942")
 BUILDS = {
     (INSTALLED, "90", "every"): pytest.mark.slow,
     (INSTALLED, "80", "every"): pytest.mark.variants,
     (INSTALLED, "gfx942", "every"): pytest.mark.variants,
+    (INSTALLED, "100", "every"): pytest.mark.variants,
     (INSTALLED, "gfx942", "demanding"): pytest.mark.slow,
+    (INSTALLED, "100", "demanding"): pytest.mark.slow,
     (OLDEST, "90", "demanding"): pytest.mark.slow,
     (NEWEST, "90", "demanding"): pytest.mark.variants,
     (INSTALLED, "90", "demanding"): (),

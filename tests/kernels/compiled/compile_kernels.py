@@ -30,7 +30,12 @@ from triton.compiler import ASTSource
 
 from trajpack import TrajectoryBuffer
 
-TARGETS = (GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64))
+TARGETS = (
+    GPUTarget("cuda", 80, 32),
+    GPUTarget("cuda", 90, 32),
+    GPUTarget("hip", "gfx942", 64),
+    GPUTarget("cuda", 100, 32),
+)
 
 
 def measure_variants(device: int, target: GPUTarget, launches: Launches) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from trajpack.kernels.block_shapes import block_shape
 from trajpack.kernels.fields.build import FIELD_DTYPES
 from trajpack.kernels.fields.units import UNITS
 
-ARCHITECTURES = {"80": "sm_80", "90": "sm_90", "gfx942": "gfx942"}
+ARCHITECTURES = {"80": "sm_80", "90": "sm_90", "100": "sm_100", "gfx942": "gfx942"}
 ROW_KERNELS = ("pad_kernel", "unpad_kernel")
 WIDEST = 16
 """Most bytes that one memory instruction of a thread moves."""
@@ -87,7 +87,7 @@ def test_gathered_fields_are_stored_at_full_width(compiled: Any) -> None:
         assert_full_width(variant, [UNITS[unit] for unit in fields_of(variant)])
 
 
-@builds("80", "90")
+@builds("80", "90", "100")
 def test_rows_of_fields_are_loaded_unit_by_unit(compiled: Any) -> None:
     """A run's rows may begin at any unit: a wider load would fault where it is not aligned."""
     for variant in compiled.variants("gather_fields_kernel"):
@@ -108,7 +108,7 @@ def test_rows_are_stored_at_full_width(compiled: Any, kernel: str) -> None:
         assert set(variant["stores"]) == {WIDEST}
 
 
-@builds("80", "90")
+@builds("80", "90", "100")
 @pytest.mark.parametrize("kernel", ROW_KERNELS)
 def test_rows_are_loaded_unit_by_unit(compiled: Any, kernel: str) -> None:
     """Units are as wide as rows allow: a wider load would fault, a narrower one be slow."""
@@ -143,7 +143,7 @@ def test_a_store_behind_an_unknown_mask_would_be_noticed(compiled: Any) -> None:
     assert planted["masked_stores"] != 0
 
 
-@builds("80", "90")
+@builds("80", "90", "100")
 def test_a_promised_alignment_would_be_noticed(compiled: Any) -> None:
     (planted,) = compiled.variants("hinted_kernel")
     assert planted["stores"] == {WIDEST: 2}

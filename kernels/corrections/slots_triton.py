@@ -105,95 +105,79 @@ def _any(mark):
     return tl.max(mark.to(tl.int32), 0).to(tl.int64)
 
 
-@triton.jit
-def _add_tile(
-    counts, policies, places, cells, first, tokens, clamps,
-    LANES: tl.constexpr, CELLS: tl.constexpr, APART: tl.constexpr, WORDS: tl.constexpr,
-    TILE: tl.constexpr,
-):  # fmt: skip
-    """Add a tile's tokens to their slots, and return the number of slots that had none yet."""
-    logprobs, rollout_logprobs = policies
-    bounds, ids, owners, num_segments, num_slots = places
-    lane = tl.arange(0, TILE)
-    place = tl.max_contiguous(counts + first + lane, 4)
-    count, segment, new, old = load_tokens(
-        place, ids, logprobs, rollout_logprobs, first, lane, tokens,
-        ids is None and bounds is None, TILE,
-    )  # fmt: skip
-    slot = slots_of(
-        bounds, ids, owners, num_segments, num_slots, segment, first, lane, tokens, TILE
-    )
-    left = tl.where((slot >= 0) & (count != 0), slot, _NOBODY)
-    if logprobs is not None:
-        log = (new - old).to(tl.float32).to(tl.float64)
-        is_finite = tl.abs(log) < float("inf")
-        near = tl.where(log > _FAR, _FAR, tl.where(log < -_FAR, -_FAR, log))
-        units = _units(tl.where(is_finite, near, 0.0))
-        has_marks = tl.max(((is_finite == 0) & (left < _NOBODY)).to(tl.int32), 0)
-    table = cells + CELLS * APART
-    lanes = tl.arange(0, LANES)
-    num_new = tl.full((), 0, tl.int64)
-    current = tl.min(left, 0)
-    while current < _NOBODY:
-        slots = tl.zeros((LANES,), tl.int32)
-        founds, marks = slots, slots
-        totals = tl.zeros((LANES,), tl.int64)
-        clampeds = totals
-        at = 0
-        while (current < _NOBODY) & (at < LANES):
-            own, here = left == current, lanes == at
-            slots = tl.where(here, current, slots)
-            if logprobs is None:
-                found = tl.sum(tl.where(own, count, 0), 0)
-            else:
-                total = tl.sum(tl.where(own, units, 0), 0)
-                number = (total + (1 << 52)) >> 53
-                totals = tl.where(here, total - (number << 53), totals)
-                if clamps != 0:
-                    clamped = tl.where(log > _BOUND, _BOUND, tl.where(log < -_BOUND, -_BOUND, log))
-                    clamped = _units(tl.where(log == log, clamped, 0.0))  # noqa: PLR0124
-                    total = tl.sum(tl.where(own, clamped, 0), 0)
-                    clampeds = tl.where(here, total - (number << 53), clampeds)
-                if has_marks != 0:
-                    mark = _any(own & (log != log)) * NAN  # noqa: PLR0124
-                    mark += _any(own & (log == float("inf"))) * ABOVE
-                    mark += _any(own & (log == float("-inf"))) * BELOW
-                    marks = tl.where(here, (mark >> 32).to(tl.int32), marks)
-                found = number.to(tl.int32)
-            founds = tl.where(here, found, founds)
-            left = tl.where(own, _NOBODY, left)
-            current = tl.min(left, 0)
-            at += 1
-        row, is_found = table + slots.to(tl.int64) * WORDS, lanes < at
-        if logprobs is not None:
-            tl.atomic_add(row + 1, totals, mask=is_found, sem="relaxed")
-            if clamps != 0:
-                tl.atomic_add(row + 2, clampeds, mask=is_found, sem="relaxed")
-            if has_marks != 0:
-                tl.atomic_or(row, marks.to(tl.int64) << 32, mask=is_found, sem="relaxed")
-        known = tl.atomic_add(row, founds.to(tl.int64), mask=is_found, sem="relaxed")
-        num_new += tl.sum((is_found & ((known & 0xFFFFFFFF) == 0)).to(tl.int32), 0)
-    return num_new
-
-
 @triton.jit(
     do_not_specialize=["num_segments", "num_slots", "tokens", "clamps"],
     do_not_specialize_on_alignment=["bounds", "owners"],
 )
-def sum_slots_kernel(
+def sum_slots_kernel(  # noqa: C901 - branches of the compiler
     counts, logprobs, rollout_logprobs, bounds, ids, owners, num_segments, num_slots, cells,
     tokens: tl.int64, clamps, LANES: tl.constexpr, CELLS: tl.constexpr, APART: tl.constexpr,
     WORDS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Add the tokens of tiles to their slots, and the slots that had none yet to a counter."""
-    policies = (logprobs, rollout_logprobs)
-    places = (bounds, ids, owners, num_segments, num_slots)
     first = tl.program_id(0).to(tl.int64) * TILE
+    lane = tl.arange(0, TILE)
+    table = cells + CELLS * APART
+    lanes = tl.arange(0, LANES)
     num_new = tl.full((), 0, tl.int64)
     while first < tokens:
-        num_new += _add_tile(
-            counts, policies, places, cells, first, tokens, clamps, LANES, CELLS, APART, WORDS, TILE
+        place = tl.max_contiguous(counts + first + lane, 4)
+        count, segment, new, old = load_tokens(
+            place, ids, logprobs, rollout_logprobs, first, lane, tokens,
+            ids is None and bounds is None, TILE,
+        )  # fmt: skip
+        slot = slots_of(
+            bounds, ids, owners, num_segments, num_slots, segment, first, lane, tokens, TILE
         )
+        left = tl.where((slot >= 0) & (count != 0), slot, _NOBODY)
+        if logprobs is not None:
+            log = (new - old).to(tl.float32).to(tl.float64)
+            is_finite = tl.abs(log) < float("inf")
+            near = tl.where(log > _FAR, _FAR, tl.where(log < -_FAR, -_FAR, log))
+            units = _units(tl.where(is_finite, near, 0.0))
+            has_marks = tl.max(((is_finite == 0) & (left < _NOBODY)).to(tl.int32), 0)
+        current = tl.min(left, 0)
+        while current < _NOBODY:
+            slots = tl.zeros((LANES,), tl.int32)
+            founds, marks = slots, slots
+            totals = tl.zeros((LANES,), tl.int64)
+            clampeds = totals
+            at = 0
+            while (current < _NOBODY) & (at < LANES):
+                own, here = left == current, lanes == at
+                slots = tl.where(here, current, slots)
+                if logprobs is None:
+                    found = tl.sum(tl.where(own, count, 0), 0)
+                else:
+                    total = tl.sum(tl.where(own, units, 0), 0)
+                    number = (total + (1 << 52)) >> 53
+                    totals = tl.where(here, total - (number << 53), totals)
+                    if clamps != 0:
+                        clamped = tl.where(
+                            log > _BOUND, _BOUND, tl.where(log < -_BOUND, -_BOUND, log)
+                        )
+                        clamped = _units(tl.where(log == log, clamped, 0.0))  # noqa: PLR0124
+                        total = tl.sum(tl.where(own, clamped, 0), 0)
+                        clampeds = tl.where(here, total - (number << 53), clampeds)
+                    if has_marks != 0:
+                        mark = _any(own & (log != log)) * NAN  # noqa: PLR0124
+                        mark += _any(own & (log == float("inf"))) * ABOVE
+                        mark += _any(own & (log == float("-inf"))) * BELOW
+                        marks = tl.where(here, (mark >> 32).to(tl.int32), marks)
+                    found = number.to(tl.int32)
+                founds = tl.where(here, found, founds)
+                left = tl.where(own, _NOBODY, left)
+                current = tl.min(left, 0)
+                at += 1
+            row, is_found = table + slots.to(tl.int64) * WORDS, lanes < at
+            if logprobs is not None:
+                tl.atomic_add(row + 1, totals, mask=is_found, sem="relaxed")
+                if clamps != 0:
+                    tl.atomic_add(row + 2, clampeds, mask=is_found, sem="relaxed")
+                if has_marks != 0:
+                    tl.atomic_or(row, marks.to(tl.int64) << 32, mask=is_found, sem="relaxed")
+            known = tl.atomic_add(row, founds.to(tl.int64), mask=is_found, sem="relaxed")
+            num_new += tl.sum((is_found & ((known & 0xFFFFFFFF) == 0)).to(tl.int32), 0)
         first += tl.num_programs(0).to(tl.int64) * TILE
     cell = cells + tl.program_id(0) % CELLS * APART
     tl.atomic_add(cell, num_new, mask=num_new > 0, sem="relaxed")

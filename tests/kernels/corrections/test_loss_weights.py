@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from trajpack.kernels.corrections import slots_triton
 from trajpack.kernels.corrections.loss_weights import (
     AGGREGATIONS,
     loss_weights,
@@ -150,6 +151,16 @@ def test_short_sequences_cost_a_tile_no_addition_of_their_own(
     assert additions.requests == most_additions * report.programs
     # a sector holds four slots, or two counters
     assert additions.sectors <= report.programs * (-(-tile // length // 4) + 1)
+
+
+@pytest.mark.parametrize("programs", [1, 3])
+def test_a_program_takes_several_tiles_where_there_are_many(
+    programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots_triton, "PROGRAMS", programs)
+    case = Case(2000)
+    found = case.weights("sequence_mean_token_mean", impl="triton")
+    assert_same_bits(found, case.weights("sequence_mean_token_mean"))
 
 
 @pytest.mark.parametrize("each", [1, 3])

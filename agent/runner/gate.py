@@ -27,9 +27,8 @@ class GenerationGate:
         """Requests that were sent and have no reply yet."""
         self._num_closings = 0
         self._num_standstills = 0
-        self._still_since = self._still_s = 0.0
         self._limits: dict[CancelScope, float] = {}
-        """Ends of time limits, without the standstills before."""
+        """Time limits that run; seconds left of each when they stand still."""
         self._changed = asyncio.Event()
         """Set, and replaced, whenever something changes that others wait for."""
 
@@ -80,9 +79,9 @@ class GenerationGate:
             return await work
         failure: EpisodeError | None = None
         with CancelScope() as scope:
-            now = self._still_since if self.is_still else current_time()
-            self._limits[scope] = now - self._still_s + seconds
-            self._set_deadline(scope)
+            self._limits[scope] = seconds
+            if not self.is_still:
+                scope.deadline = current_time() + seconds
             try:
                 result = await work
                 if not scope.cancel_called:
@@ -98,16 +97,13 @@ class GenerationGate:
     def _count_standstill(self, change: int) -> None:
         from anyio import current_time
 
-        if not self.is_still:
-            self._still_since = current_time()
+        was_still, now = self.is_still, current_time()
         self._num_standstills += change
-        if not self.is_still:
-            self._still_s += current_time() - self._still_since
-        for scope in self._limits:
-            self._set_deadline(scope)
-
-    def _set_deadline(self, scope: CancelScope) -> None:
-        scope.deadline = math.inf if self.is_still else self._limits[scope] + self._still_s
+        for scope in self._limits if was_still != self.is_still else ():
+            if was_still:
+                scope.deadline = now + self._limits[scope]
+            else:
+                self._limits[scope], scope.deadline = scope.deadline - now, math.inf
 
     def _tell(self) -> None:
         self._changed.set()

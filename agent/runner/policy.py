@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
@@ -21,14 +20,12 @@ class RetryPolicy:
     """Retries of failed episodes: from the start, with the same name and seed.
 
     The wait before a retry doubles each time, and is shortened by up to a half, by the episode's
-    name, so that episodes which failed together do not come back together. Other episodes use the
-    slot meanwhile.
+    name. Other episodes use the slot meanwhile.
 
     Attributes:
         max_attempts: Attempts at an episode at most; 1 disables retries.
         causes: `EpisodeError.cause` of failures that are retried. By default all but those of the
-            agent, of refused requests, of cancellations and of the engine's end. A result that is
-            stale at its hand-over is never retried.
+            agent, of refused requests, of cancellations and of the engine's end.
         wait_initial_s: Seconds after the first attempt at most.
         wait_max_s: Seconds after any attempt at most.
     """
@@ -39,16 +36,12 @@ class RetryPolicy:
     wait_max_s: float = 10.0
 
     def __post_init__(self) -> None:
-        _check_least(self, max_attempts=1)
+        check_least(self, max_attempts=1, wait_initial_s=0.0, wait_max_s=0.0)
         if isinstance(self.causes, str):
             raise TypeError(f"causes must be several, got {self.causes!r}")
         object.__setattr__(self, "causes", frozenset(self.causes))
-        unknown = sorted(set(self.causes) - CAUSES)
-        if unknown:
+        if unknown := sorted(set(self.causes) - CAUSES):
             raise ValueError(f"causes must be among {sorted(CAUSES)}, got {unknown}")
-        for name in ("wait_initial_s", "wait_max_s"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
 
     def allows(self, cause: str, attempts: int) -> bool:
         """Return whether an episode that failed after ``attempts`` is retried."""
@@ -81,11 +74,11 @@ class StalenessPolicy:
     num_accepted: int | None = None
 
     def __post_init__(self) -> None:
-        _check_least(self, max_staleness=0, batch_size=1, max_token_age=0, num_accepted=0)
+        check_least(self, max_staleness=0, batch_size=1, max_token_age=0, num_accepted=0)
 
 
 class StalenessGate:
-    """Limit on the results under way, by the version of the engine's weights.
+    """Limit on the results under way, by the version of the engine's weights; none without policy.
 
     With weights of version ``v``, results may begin as long as those accepted and those under way
     are fewer than ``(max_staleness + v + 1) * batch_size``: the rule of AReaL (arXiv 2505.24298,
@@ -93,9 +86,9 @@ class StalenessGate:
     or was rejected gives its place back.
     """
 
-    def __init__(self, policy: StalenessPolicy) -> None:
+    def __init__(self, policy: StalenessPolicy | None) -> None:
         self._policy = policy
-        self._num_accepted = policy.num_accepted
+        self._num_accepted = None if policy is None else policy.num_accepted
         self.num_running = 0
         """Results under way."""
 
@@ -106,6 +99,8 @@ class StalenessGate:
 
     def capacity(self, version: int) -> int:
         """Return how many more results may begin now; none if below 1."""
+        if self._policy is None:
+            return 1
         if self._num_accepted is None:
             self._num_accepted = version * self._policy.batch_size
         limit = (self._policy.max_staleness + version + 1) * self._policy.batch_size
@@ -162,8 +157,6 @@ def success_rate_between(low: float, high: float) -> GroupFilter:
         raise ValueError(f"expected 0 <= low <= high <= 1, got {low} and {high}")
 
     def success_rate(results: Sequence[EpisodeResult]) -> str | None:
-        if not results:
-            return None
         rewards = [result.turns[-1].reward if result.turns else 0.0 for result in results]
         rate = sum(reward > 0 for reward in rewards) / len(results)
         if rate < low:
@@ -235,10 +228,11 @@ class RolloutPolicy:
                 raise ValueError(f"{name} must be positive, got {value}")
 
 
-def _check_least(policy: object, **least: int) -> None:
-    """Check integers of a policy, which may be None where that is their default."""
+def check_least(options: object, **least: float) -> None:
+    """Check numbers, integers if their least is one; None may be where it is the default."""
     for name, minimum in least.items():
-        value = getattr(policy, name)
-        is_default = value is None and getattr(type(policy), name, 0) is None
-        if not is_default and as_integer(name, value) < minimum:
+        value = getattr(options, name)
+        if value is None and getattr(type(options), name, 0) is None:
+            continue
+        if not (as_integer(name, value) if isinstance(minimum, int) else value) >= minimum:
             raise ValueError(f"{name} must be at least {minimum}, got {value}")

@@ -99,7 +99,7 @@ class Run:
         """Episodes whose result was not taken: they stop new ones."""
         self._has_room = asyncio.Event()
         self._tasks: dict[asyncio.Task[Outcome], Episode] = {}
-        self._taking: asyncio.Task[None] | None = None
+        self._taking: asyncio.Task[None]
         self._events: asyncio.Queue[tuple[Group, EpisodeResult] | None] = asyncio.Queue()
         """Results of episodes; None wakes the reader, for progress or at an end."""
         self._progress, self._began = Progress(), time.monotonic()
@@ -115,8 +115,7 @@ class Run:
     def stop(self, *, drain: bool) -> None:
         """Start no more episodes; cancel those in flight, unless they are to ``drain``."""
         self._is_stopping = True
-        if self._taking is not None:
-            self._taking.cancel()
+        self._taking.cancel()
         if not drain:
             self._is_cancelling = True
             for episode in self._tasks.values():
@@ -147,8 +146,7 @@ class Run:
             self.stop(drain=False)
             watching.cancel()
             await wait_for_end(self._taking, watching, *self._tasks)
-            if runner.staleness is not None:
-                runner.staleness.num_running -= self._num_groups
+            runner.staleness.num_running -= self._num_groups
             runner.runs.discard(self)
 
     async def _warn_of_silence(self) -> None:
@@ -188,8 +186,7 @@ class Run:
         runner, version = self._runner, self._runner.engine.version
         judged = group.judged(runner.policy, version)
         self._num_groups -= 1
-        if runner.staleness is not None:
-            runner.staleness.end(is_accepted=judged.rejected is None)
+        runner.staleness.end(is_accepted=judged.rejected is None)
         self._outcome.add(judged)
         for taken in judged.results:
             self._progress.count_result(taken)
@@ -232,8 +229,7 @@ class Run:
                 await self._wait_for_turn()
                 group = Group(prompt, label, len(samples))
                 self._num_groups += 1
-                if self._runner.staleness is not None:
-                    self._runner.staleness.num_running += 1
+                self._runner.staleness.num_running += 1
                 for sample in samples:
                     self._open(group, sample)
                 await asyncio.sleep(0)  # they take their slots
@@ -253,7 +249,7 @@ class Run:
         while self._num_open >= 2 * runner.concurrency:
             self._has_room.clear()
             await self._has_room.wait()
-        while (gate := runner.staleness) is not None and gate.capacity(runner.engine.version) < 1:
+        while runner.staleness.capacity(runner.engine.version) < 1:
             self._awaited = "waiting for weights newer than those of the last results"
             await asyncio.sleep(_VERSION_INTERVAL_S)
             self._awaited = ""

@@ -11,10 +11,9 @@ from trajpack.agent.protocols import Engine, SamplingParams
 from trajpack.agent.runner.episode import coroutine_of
 from trajpack.agent.runner.gate import GenerationGate
 from trajpack.agent.runner.observers import Observers, RolloutObserver
-from trajpack.agent.runner.policy import GroupPolicy, RolloutPolicy, StalenessGate
+from trajpack.agent.runner.policy import GroupPolicy, RolloutPolicy, StalenessGate, check_least
 from trajpack.agent.runner.results import EpisodeResult, GroupResult, Progress
 from trajpack.agent.runner.run import Prompts, Run
-from trajpack.packing.conversion import as_integer
 from trajpack.packing.optional import require
 
 __all__ = ["EpisodeResult", "GroupResult", "Progress", "RolloutRunner"]
@@ -63,9 +62,7 @@ class RolloutRunner:
     on_progress: Callable[[Progress], None] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("concurrency", "group_size"):
-            if as_integer(name, getattr(self, name)) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_least(self, concurrency=1, group_size=1)
         if not isinstance(self.policy, RolloutPolicy):
             raise TypeError(f"policy must be a RolloutPolicy, got {type(self.policy).__name__}")
         if isinstance(self.finished, str):
@@ -74,9 +71,8 @@ class RolloutRunner:
         self.finished = frozenset(self.finished)
         self.run_agent = coroutine_of(self.agent)
         self.sampling = SamplingParams() if self.sampling is None else self.sampling
-        staleness = self.policy.staleness
-        self.staleness = None if staleness is None else StalenessGate(staleness)
-        """Counts of results accepted and under way, if the policy limits staleness."""
+        self.staleness = StalenessGate(self.policy.staleness)
+        """Counts of results accepted and under way."""
         self.tell = Observers(self.observers)
         self.gate = GenerationGate()
         self.num_calls = 0

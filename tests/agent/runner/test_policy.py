@@ -40,8 +40,8 @@ from trajpack.packing.types import Trajectory, Turn
         (lambda: RetryPolicy(0), ValueError, "max_attempts must be at least 1, got 0"),
         (lambda: RetryPolicy(2, ["luck"]), ValueError, r"causes must be among .* got \['luck'\]"),
         (lambda: RetryPolicy(2, "stale"), TypeError, "causes must be several, got 'stale'"),
-        (lambda: RetryPolicy(wait_initial_s=-1.0), ValueError, "wait_initial_s must be 0 or more"),
-        (lambda: RetryPolicy(wait_max_s=float("nan")), ValueError, "wait_max_s must be 0 or"),
+        (lambda: RetryPolicy(wait_initial_s=-1.0), ValueError, "wait_initial_s must be at least 0"),
+        (lambda: RetryPolicy(wait_max_s=float("nan")), ValueError, "wait_max_s must be at least"),
         (lambda: RolloutPolicy(episode_timeout_s=0), ValueError, "episode_timeout_s must be pos"),
         (lambda: RolloutPolicy(silence_warning_s=0), ValueError, "silence_warning_s must be pos"),
         (lambda: StalenessPolicy(-1, 1), ValueError, "max_staleness must be at least 0, got -1"),
@@ -83,7 +83,6 @@ def scored(*rewards: float) -> list[EpisodeResult]:
         ((1, 0, 0, 0), None, None),
         ((1, 1, 1, 0), None, None),
         ((1,), None, "too_easy"),
-        ((), None, None),
     ],
 )
 def test_filters_tell_why_a_group_is_of_no_use(
@@ -147,7 +146,6 @@ def test_the_bound_holds_at_every_moment_of_an_unruly_rollout() -> None:
 
     async def body(engine: EchoEngine) -> int:
         async def before(prompt: Prompt) -> None:
-            assert gate is not None
             excess.append(gate.num_accepted + gate.num_running - (1 + engine.version + 1) * 5)
             for _ in range(drawn.randrange(5)):
                 await asyncio.sleep(0)
@@ -158,7 +156,6 @@ def test_the_bound_holds_at_every_moment_of_an_unruly_rollout() -> None:
         policy = RolloutPolicy(retries=retries, staleness=StalenessPolicy(1, 5))
         run = runner(engine, TwoTurns(before=before), concurrency=16, policy=policy)
         gate = run.staleness
-        assert gate is not None
         num_accepted = 0
         async for result in run.run(prompts(200)):
             num_accepted += result.error is None
@@ -209,7 +206,6 @@ def test_a_result_with_old_tokens_is_stale(
         policy = fresh(99, 99, max_token_age=max_token_age, attempts=attempts)
         run = runner(engine, Ages(engine, 1), policy=policy)
         (result,) = await take(run.run(prompts(1)))
-        assert run.staleness is not None
         assert run.staleness.num_running == 0
         return result
 

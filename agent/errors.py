@@ -95,9 +95,8 @@ CAUSES = frozenset(
 def reason_of(error: BaseException) -> str:
     """Return an exception's type and text, shortened to 1,000 characters."""
     text = str(error)
-    if (rest := len(text) - 1000) > 0:
-        text = f"{text[:1000]}... ({rest:,} more characters)"
-    return f"{type(error).__name__}: {text}"
+    rest = f"... ({len(text) - 1000:,} more characters)" if len(text) > 1000 else ""
+    return f"{type(error).__name__}: {text[:1000]}{rest}"
 
 
 def has_engine_ended(error: BaseException | None) -> bool:

@@ -66,14 +66,14 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature must be 0 or more, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be 0 or more, got {self.top_k}")
+        for name, holds, expected in (
+            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("temperature", self.temperature >= 0, "0 or more"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("top_k", self.top_k >= 0, "0 or more"),
+        ):
+            if not holds:
+                raise ValueError(f"{name} must be {expected}, got {getattr(self, name)}")
         stop = several("stop must be a tuple of strings", self.stop)
         if isinstance(self.stop, str) or not all(isinstance(text, str) for text in stop):
             raise TypeError(f"stop must be a tuple of strings, got {shown(self.stop)}")
@@ -90,15 +90,14 @@ class GenerationOutput:
 
     Attributes:
         qid: Name of the episode.
-        prompt_ids: Token ids the engine saw.
-        output_ids: Token ids it sampled, stop token included.
+        prompt_ids, output_ids: Token ids the engine saw and sampled, stop token included.
         output_logprobs: Log-probability of each sampled token (natural log).
         no_eos: True when generation was cut off: by neither a stop token nor a stop text.
         version_start, version_end: Policy versions of the first and the last sampled token.
         version_spans: ``(version, start, end)`` spans over the sampled tokens, if known.
-        fields: Rows of extra fields by name, as those of `Turn.fields`: declare a `TokenField` of
-            each at the buffer. Engines of servers have ``sampling_mask``, the tokens that each one
-            was sampled from, and ``routed_experts``.
+        fields: Rows of extra fields, as `Turn.fields`: declare a `TokenField` of each at the
+            buffer. Servers may give ``routed_experts`` and ``sampling_mask``, the tokens that each
+            was sampled from.
         stop_reason: ``"stop"``, ``"length"``, ``"abort"``, ``"tool"``, or ``None`` if not known.
     """
 
@@ -117,10 +116,9 @@ class GenerationOutput:
 
 
 class GenerationRequest(NamedTuple):
-    """Request of the episode ``qid`` for one completion; a plain tuple of the three is one, too.
+    """Request of the episode ``qid`` for a completion of the whole conversation so far.
 
-    ``token_ids`` are those of the whole conversation so far. ``sampling`` is a `SamplingParams`, or
-    any object with ``max_new_tokens``.
+    ``sampling`` is a `SamplingParams`, or any object with ``max_new_tokens``.
     """
 
     qid: str
@@ -156,7 +154,7 @@ class Generate(Protocol):
 
 
 class Environment(Protocol):
-    """Answers actions with rewards. One environment may serve many episodes at once."""
+    """Answers actions with rewards, of many episodes at once."""
 
     async def reset(self) -> Any:
         """Start an episode."""
@@ -169,9 +167,7 @@ class Agent(Protocol):
     """Runs episodes, any number of them at once; a coroutine function like `run` is one, too."""
 
     async def run(self, prompt: Prompt, env: Environment, generate: Generate) -> list[Trajectory]:
-        """Run the episode ``prompt.id`` and return its trajectories.
-
-        Tasks that it starts must have ended, or be cancelled, when it returns.
+        """Run the episode ``prompt.id``, end all tasks of it, and return its trajectories.
 
         Raises:
             EpisodeError: With the prompt's id, if the episode cannot be finished.
@@ -181,8 +177,7 @@ class Agent(Protocol):
 class Engine(Protocol):
     """Turns token ids into sampled completions, for many episodes at once.
 
-    A run begins with ``check_serving()``, if the engine has it: it raises if the engine has not
-    been entered or was left.
+    A run begins with ``check_serving()``, if the engine has it, which raises if it is not entered.
     """
 
     @property

@@ -81,8 +81,8 @@ _FAMILIES = (
 class RolloutMetrics(RolloutObserver):
     """Counts the events of a `RolloutRunner` and of packs.
 
-    Give it to the runner among its observers, and call `pack_ended` after a pack. The server of
-    prometheus_client shows the counts: ``start_http_server(9464, "127.0.0.1", metrics.registry)``.
+    Call `pack_ended` after a pack. The server of prometheus_client shows the counts:
+    ``start_http_server(9464, "127.0.0.1", metrics.registry)``.
     Labels have few, fixed values, never text from a model, a server or a data set. One instance may
     watch any number of runs, if no two running episodes share a name.
 

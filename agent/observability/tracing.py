@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trajpack.agent.errors import EpisodeError
 from trajpack.agent.protocols import GenerationOutput
@@ -24,8 +24,7 @@ class RolloutTracer(RolloutObserver):
     ``trajpack.generation`` and a ``trajpack.verification`` for each turn. Attributes are numbers,
     the episode's id and kinds of errors, never text from a model, a server or an environment.
 
-    Give it to the runner among its observers. One instance may watch any number of runs, if no two
-    running episodes share a name.
+    One instance may watch any number of runs, if no two running episodes share a name.
 
     Args:
         provider: Provider of the tracer, with its exporters; the global one if None.
@@ -50,15 +49,14 @@ class RolloutTracer(RolloutObserver):
 
     def episode_started(self, qid: str, attempt: int) -> None:
         self._end_episode(qid, None, {})
-        span = self._start(
-            "episode", self._trace.INVALID_SPAN, {"trajpack.episode.attempt": attempt}
-        )
-        span.set_attribute("trajpack.episode.id", one_line(qid, 200))
-        self._open[qid] = {("episode", 0): span}
+        self._open[qid] = {}
+        name = one_line(qid, 200)
+        attributes = {"trajpack.episode.id": name, "trajpack.episode.attempt": attempt}
+        self._start(qid, "episode", 0, attributes)
 
     def generation_started(self, qid: str, turn: int, num_prompt_tokens: int) -> None:
         numbers = {"trajpack.generation.num_prompt_tokens": num_prompt_tokens}
-        self._start_stage(qid, "generation", turn, numbers)
+        self._start(qid, "generation", turn, {"trajpack.turn.index": turn, **numbers})
 
     def generation_ended(self, qid: str, turn: int, reply: GenerationOutput | EpisodeError) -> None:
         if isinstance(reply, EpisodeError):
@@ -73,7 +71,7 @@ class RolloutTracer(RolloutObserver):
         self._end_stage(qid, "generation", turn, None, numbers)
 
     def verification_started(self, qid: str, turn: int) -> None:
-        self._start_stage(qid, "verification", turn, {})
+        self._start(qid, "verification", turn, {"trajpack.turn.index": turn})
 
     def verification_ended(self, qid: str, turn: int, error: BaseException | None) -> None:
         self._end_stage(qid, "verification", turn, error, {})
@@ -88,15 +86,13 @@ class RolloutTracer(RolloutObserver):
         for qid in list(self._open):
             self._end_episode(qid, None, {})
 
-    def _start_stage(self, qid: str, stage: str, turn: int, numbers: _Numbers) -> None:
-        spans = self._open.get(qid, {})
-        if spans and (stage, turn) not in spans:
-            attributes = {"trajpack.turn.index": turn, **numbers}
-            spans[stage, turn] = self._start(stage, spans["episode", 0], attributes)
-
-    def _start(self, name: str, parent: Span, attributes: _Numbers) -> Span:
-        context = self._trace.set_span_in_context(parent)
-        return self._tracer.start_span(f"trajpack.{name}", context, attributes=attributes)
+    def _start(self, qid: str, stage: str, turn: int, attributes: Mapping[str, Any]) -> None:
+        spans = self._open.get(qid)
+        if spans is not None and (stage, turn) not in spans:
+            parent = spans.get(("episode", 0), self._trace.INVALID_SPAN)
+            context = self._trace.set_span_in_context(parent)
+            span = self._tracer.start_span(f"trajpack.{stage}", context, attributes=attributes)
+            spans[stage, turn] = span
 
     def _end_episode(self, qid: str, error: BaseException | None, numbers: _Numbers) -> None:
         """End the spans of an episode, its own at last."""

@@ -159,9 +159,8 @@ class RolloutWorkers(ServedEngine):
     """Workers that run episodes, each in a process of its own with an engine of its own.
 
     It is the engine and the agent of its `runner`, so that groups, filters, retries and staleness
-    hold over the whole cluster. An episode restarts on another worker only once its own was lost,
-    so that it ends once. A lost worker is replaced; the new one loads the current weights before
-    its first episode.
+    hold over the whole cluster. An episode restarts on another worker only once its own was lost. A
+    lost worker is replaced; the new one loads the current weights before its first episode.
 
     Use it as an asynchronous context manager after Ray was initialised. Entering it waits for
     all workers, and logs a warning if the cluster is too small for them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -387,6 +388,22 @@ def test_kept_logits_go_past_hooks_and_end_with_the_first_backward_pass() -> Non
     expected = torch.autograd.grad(token_logprobs(*case.inputs).sum(), case.leaves[:2])
     for one, other in zip(grads, expected, strict=True):
         assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize(("captures", "expected"), [(False, (100 + 60 - 20) // 4), (True, 0)])
+def test_by_default_a_quarter_of_the_memory_that_torch_could_use_is_taken(
+    monkeypatch: pytest.MonkeyPatch, captures: bool, expected: int
+) -> None:
+    numbers = {
+        "is_current_stream_capturing": captures, "mem_get_info": (100, 900),
+        "memory_reserved": 60, "memory_allocated": 20,
+    }  # fmt: skip
+    for name, number in numbers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda number=number: number)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    assert module._spare_bytes(torch.device("cuda:0")) == expected
+    assert module._spare_bytes(torch.device("cpu")) == module.KEPT_ON_HOST
+    assert module._spare_bytes(torch.device("meta")) == 0
 
 
 def test_without_a_gradient_no_logits_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -379,7 +379,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
 
     def with_advantages(  # noqa: PLR0913 - estimators need different tensors
         self,
-        estimator: Estimator | Own,
+        estimator: Estimator | Own | str,
         values: torch.Tensor | None = None,
         ref_logprobs: torch.Tensor | None = None,
         *,
@@ -398,7 +398,8 @@ class PackedBatch(LabelMethods, LogprobMethods):
         generated tokens from the turns. The new batch shares all other tensors.
 
         Args:
-            estimator: Estimator with its conventions, such as ``GAE(lam=0.95)`` or ``GRPO()``. Or a
+            estimator: Estimator with its conventions, such as ``GAE(lam=0.95)`` or ``GRPO()``; or
+                its name, such as ``"grpo"``, for its usual parameters. Or a
                 function ``(scores, group_ids, batch) -> advantages`` of your own: ``scores`` are
                 float64 ``[trajectories]``, the sums of the rewards, or the argument of that name;
                 ``group_ids`` and ``batch`` are this batch's. It gives floats for each trajectory,
@@ -689,8 +690,8 @@ class PackedBatch(LabelMethods, LogprobMethods):
         self,
         sequences: Iterable[int],
         alignment: Alignment = UNALIGNED,
-        tensors: Mapping[str, torch.Tensor] | None = None,
         *,
+        tensors: Mapping[str, torch.Tensor] | None = None,
         impl: Impl = "auto",
     ) -> MicroBatch:
         """Return some sequences, in the given order, as a micro-batch.
@@ -723,8 +724,8 @@ class PackedBatch(LabelMethods, LogprobMethods):
         self,
         plan: Plan,
         alignment: Alignment = UNALIGNED,
-        tensors: Mapping[str, torch.Tensor] | None = None,
         *,
+        tensors: Mapping[str, torch.Tensor] | None = None,
         impl: Impl = "auto",
     ) -> Iterator[MicroBatch]:
         """Return an iterator that makes the micro-batches of a plan one by one.
@@ -750,12 +751,12 @@ class PackedBatch(LabelMethods, LogprobMethods):
         self,
         plan: Plan,
         alignment: Alignment = UNALIGNED,
-        tensors: Mapping[str, torch.Tensor] | None = None,
         *,
+        tensors: Mapping[str, torch.Tensor] | None = None,
         impl: Impl = "auto",
     ) -> list[MicroBatch]:
         """Return all micro-batches of a plan: `micro_batches` as a list."""
-        return list(self.micro_batches(plan, alignment, tensors, impl=impl))
+        return list(self.micro_batches(plan, alignment, tensors=tensors, impl=impl))
 
     def merge(
         self,

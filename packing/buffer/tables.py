@@ -376,7 +376,8 @@ def check_layout(layout: str) -> None:
     """Raise unless ``layout`` is known."""
     if layout not in LAYOUTS:
         known = " or ".join(repr(name) for name in LAYOUTS)
-        raise ValueError(f"layout must be {known}, got {layout!r}")
+        remedy = "; trajpack.pack_tree packs trees" if layout == "tree" else ""
+        raise ValueError(f"layout must be {known}, got {layout!r}{remedy}")
 
 
 def by_field(fields: Sequence[TokenField], lengths: Ints) -> dict[str, Ints]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -15,6 +15,7 @@ from trajpack.kernels.credit.turns import Scores, Turns, scores_of_trajectories,
 from trajpack.kernels.dispatch import Impl, resolve_impl
 from trajpack.kernels.groups.group_advantages import (
     MOST_COMPARED,
+    RECIPES,
     Members,
     advantages_of,
     members_of,
@@ -37,6 +38,7 @@ from trajpack.packing.credit.estimators import (
     Estimator,
     GiGPO,
     GroupEstimator,
+    ReinforcePlusPlus,
     TokenEstimator,
     TurnGAE,
     TurnReturns,
@@ -47,6 +49,16 @@ if TYPE_CHECKING:
     from trajpack.packing.batch.batch import PackedBatch
 
 OP = "with_advantages"
+NAMED: Mapping[str, Callable[[], Estimator]] = {
+    **{recipe: partial(GroupEstimator, cast("Any", recipe)) for recipe in RECIPES},
+    "gigpo": GiGPO,
+    "gae": GAE,
+    "turn_gae": TurnGAE,
+    "vtrace": VTrace,
+    "reinforce_plus_plus": ReinforcePlusPlus,
+    "turn_returns": TurnReturns,
+}
+"""Estimators with their usual parameters, by name."""
 FLOATS = (torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 METRICS = (
@@ -116,7 +128,7 @@ class Credit(NamedTuple):
 
 def with_advantages(
     batch: PackedBatch,
-    estimator: Estimator | Own,
+    estimator: Estimator | Own | str,
     inputs: Inputs,
     *,
     all_reduce: AllReduce | None,
@@ -152,7 +164,11 @@ def with_advantages(
 
 
 def _estimator_of(given: Any) -> Estimator:
-    """Return an estimator; a function or a tensor as an `OwnEstimator`."""
+    """Return an estimator; that of a name, or a function or a tensor as an `OwnEstimator`."""
+    if isinstance(given, str):
+        if given not in NAMED:
+            raise ValueError(f"{OP}: estimator must be one of {', '.join(NAMED)}, got {given!r}")
+        return NAMED[given]()
     is_class = isinstance(given, type)
     if isinstance(given, torch.Tensor) or (callable(given) and not is_class):
         return OwnEstimator(given)
@@ -161,8 +177,8 @@ def _estimator_of(given: Any) -> Estimator:
         return cast("Estimator", given)
     remedy = f"; make one: {given.__name__}()" if is_class else ""
     raise TypeError(
-        f"{OP}: estimator must be an estimator such as trajpack.GRPO(), a function or a tensor, "
-        f"got {given!r}{remedy}"
+        f"{OP}: estimator must be an estimator such as trajpack.GRPO(), its name, a function or a "
+        f"tensor, got {given!r}{remedy}"
     )
 
 

@@ -88,11 +88,11 @@ class Cuts:
         plan = self.plans[rank]
         if isinstance(self.batch, TreeBatch):
             part = replace(plan, bounds=plan.bounds[numbers], loads=plan.loads[numbers])
-            return self.batch.micro_batches(part, alignment, {WEIGHTS: weights})
+            return self.batch.micro_batches(part, alignment, tensors={WEIGHTS: weights})
         bins = [plan[number] for number in numbers.tolist()]
         order = np.concatenate([plan.order[:0], *bins])
         part = replace(plan, order=order, cu_bins=np.cumsum([0, *map(len, bins)]))
-        return self.batch.micro_batches(part, alignment, {WEIGHTS: weights})
+        return self.batch.micro_batches(part, alignment, tensors={WEIGHTS: weights})
 
     def loss_weights(self, steps: Ints) -> torch.Tensor:
         """Return 1 over the generated tokens of its step for each generated token, else 0.

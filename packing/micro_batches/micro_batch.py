@@ -267,6 +267,7 @@ class MicroBatch(LabelMethods, LogprobMethods):
         cp_size: int,
         cp_rank: int,
         partition: Partition = "zigzag",
+        *,
         tensors: Mapping[str, torch.Tensor] | None = None,
     ) -> dict[str, torch.Tensor]:
         """Return a rank's share of all tensors over tokens, extra fields among them, by name.

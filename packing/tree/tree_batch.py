@@ -101,7 +101,7 @@ class TreeBatch(TreeNodes):
 
     def with_advantages(  # noqa: PLR0913 - as PackedBatch.with_advantages
         self,
-        estimator: Estimator | Own,
+        estimator: Estimator | Own | str,
         values: torch.Tensor | None = None,
         ref_logprobs: torch.Tensor | None = None,
         *,
@@ -237,8 +237,8 @@ class TreeBatch(TreeNodes):
         self,
         plan: ChainPlan,
         alignment: Alignment = UNALIGNED,
-        tensors: Mapping[str, torch.Tensor] | None = None,
         *,
+        tensors: Mapping[str, torch.Tensor] | None = None,
         impl: Impl = "auto",
     ) -> Iterator[TreeMicroBatch]:
         """Return an iterator that makes the micro-batches of a plan one by one.

@@ -90,7 +90,7 @@ def check_a_step_of_fixed_shape(device: str) -> None:
     torch.manual_seed(0)
     batch, model = some_batch(device), Model().to(device)
     plan, weights = plan_of(batch), {"weights": batch.loss_weights("token_mean")}
-    parts = batch.split(plan, ALIGNMENT, weights)
+    parts = batch.split(plan, ALIGNMENT, tensors=weights)
     assert len(parts) > 3
     assert len({tuple(map(tuple, (t.shape for t in p.tensors().values()))) for p in parts}) == 1
     step = step_of(model)
@@ -127,7 +127,9 @@ def test_a_captured_step_takes_micro_batch_after_micro_batch() -> None:
 @pytest.mark.gpu
 def test_copies_and_replays_do_not_wait() -> None:
     batch, model = some_batch("cuda"), Model().cuda()
-    parts = batch.split(plan_of(batch), ALIGNMENT, {"weights": batch.loss_weights("token_mean")})
+    parts = batch.split(
+        plan_of(batch), ALIGNMENT, tensors={"weights": batch.loss_weights("token_mean")}
+    )
     static, step = static_copy(parts[0]), step_of(model)
     graph, _ = capture(lambda: step(static))
     with no_waiting():

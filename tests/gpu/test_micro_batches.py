@@ -37,12 +37,14 @@ def test_they_are_those_of_the_host_and_nobody_waits(alignment: Any) -> None:
     plan = plan_micro_batches(
         host.seqlens, 300, align=alignment.sequence_multiple, max_sequences=9, multiple_of=4
     )
-    device.split(plan, alignment, moved)  # compiles
+    device.split(plan, alignment, tensors=moved)  # compiles
     with no_waiting():
-        actual = device.split(plan, alignment, moved)
+        actual = device.split(plan, alignment, tensors=moved)
         labels = [one.labels() for one in actual]
         merged = device.merge(plan, [one.rollout_logprobs for one in actual], alignment)
-    for one, other, label in zip(actual, host.split(plan, alignment, tensors), labels, strict=True):
+    for one, other, label in zip(
+        actual, host.split(plan, alignment, tensors=tensors), labels, strict=True
+    ):
         for name, tensor in other.tensors().items():
             assert_same_bits(one.tensors()[name], tensor, name)
         for name, tensor in other.fields.items():

@@ -93,14 +93,14 @@ def test_micro_batches_are_those_of_the_host_and_nobody_waits() -> None:
     moved = {name: tensor.to(DEVICE) for name, tensor in weights.items()}
 
     def cut() -> tuple[list[Any], torch.Tensor]:
-        found = list(device.micro_batches(plan, alignment, moved))
+        found = list(device.micro_batches(plan, alignment, tensors=moved))
         return found, device.merge(plan, [one.rollout_logprobs for one in found])
 
     cut()  # compiles
     with no_waiting():
         found, merged = cut()
     assert len(found) > 2
-    for one, other in zip(found, host.micro_batches(plan, alignment, weights), strict=True):
+    for one, other in zip(found, host.micro_batches(plan, alignment, tensors=weights), strict=True):
         for part, of in ((one, other), (one.entries, other.entries)):
             for name, tensor in tensors_of(of).items():
                 assert_same_bits(tensors_of(part)[name], tensor, name)

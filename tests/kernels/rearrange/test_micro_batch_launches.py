@@ -41,7 +41,7 @@ def test_a_plan_is_one_copy_and_a_launch_for_each_micro_batch(
     plan = plan_micro_batches(
         batch.seqlens, capacity, align=alignment.sequence_multiple, oversized="own_bin"
     )
-    counts = counts_of(lambda: batch.split(plan, alignment, tensors))
+    counts = counts_of(lambda: batch.split(plan, alignment, tensors=tensors))
     assert counts == {"aten._to_copy.default": 1, "trajpack.select_tokens.default": len(plan)}
 
 
@@ -94,7 +94,7 @@ def test_the_kernel_is_all_that_is_launched() -> None:
     with unexecuted():
         batch.split(plan, tensors=tensors, impl="triton")  # which makes what is made once
     with unexecuted() as launched, profile(activities=[ProfilerActivity.CPU]) as profiled:
-        batch.split(plan, Alignment(total_multiple=64), tensors, impl="triton")
+        batch.split(plan, Alignment(total_multiple=64), tensors=tensors, impl="triton")
     assert launched == ["select_tokens_kernel"] * len(plan)
     on_host = {"aten::to", "aten::resolve_neg", "aten::zeros"}  # the table's memory; no-ops here
     assert set(torch_ops(profiled)) <= on_host

@@ -47,7 +47,7 @@ def test_attention_is_within_sequences_with_any_padding():
         torch.testing.assert_close(tokens.transpose(0, 1), alone)
     for tail in ("sequence", "extend", "separate"):
         alignment = Alignment(sequence_multiple=4, total=96, tail=tail, max_sequences=9)
-        micro_batch = batch.select([3, 0, 5], alignment, inputs)
+        micro_batch = batch.select([3, 0, 5], alignment, tensors=inputs)
         padded = (micro_batch.fields[name] for name in inputs)
         attended = attend(*padded, to_varlen(micro_batch))
         assert attended.isfinite().all()

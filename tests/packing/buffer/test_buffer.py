@@ -185,7 +185,9 @@ def test_a_capacity_below_one_is_refused():
 
 def test_unknown_layouts_and_implementations_are_refused():
     buffer = TrajectoryBuffer()
-    with pytest.raises(ValueError, match="layout must be 'merged' or 'turns', got 'tree'"):
+    with pytest.raises(
+        ValueError, match=r"'merged' or 'turns', got 'tree'; trajpack\.pack_tree packs trees"
+    ):
         buffer.pack(layout="tree")
     with pytest.raises(ValueError, match="impl must be 'auto', 'torch' or 'triton', got 'cuda'"):
         buffer.pack(impl="cuda")

@@ -164,7 +164,7 @@ def test_every_storage_of_a_micro_batch_is_recorded_once(alignment, recorded):
     batch = packed().with_advantages(GRPO())
     plan = plan_micro_batches(batch.seqlens, 64, align=alignment.sequence_multiple)
     weights = {"weights": batch.loss_weights("token_mean")}
-    for part in batch.micro_batches(plan, alignment, weights):
+    for part in batch.micro_batches(plan, alignment, tensors=weights):
         recorded.clear()
         part.record_stream(STREAM)
         assert sorted(recorded) == sorted(storages_of(part))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.packing.loader.loader_cases import many
-from trajpack import RLOO, Trajectory, TurnReturns, load, pack, pack_tree, save
+from trajpack import GAE, GRPO, RLOO, Trajectory, TurnReturns, load, pack, pack_tree, save
 
 
 def grouped(count=12, size=3):
@@ -189,3 +189,15 @@ def test_a_narrowed_mask_counts_in_weights_and_rows_and_stays_known_to_the_host(
         batch.narrow(mask.long())
     with pytest.raises(ValueError, match="narrow: mask must have one entry for each"):
         batch.narrow(mask[1:])
+
+
+@pytest.mark.parametrize(
+    ("name", "estimator"), [("grpo", GRPO()), ("rloo", RLOO()), ("gae", GAE())]
+)
+def test_an_estimator_is_named(name, estimator):
+    batch = pack(grouped())
+    given = batch.with_advantages(name, batch.rollout_logprobs)
+    same = batch.with_advantages(estimator, batch.rollout_logprobs)
+    assert torch.equal(given.advantages, same.advantages)
+    with pytest.raises(ValueError, match="estimator must be one of grpo, .*, got 'GRPO'"):
+        batch.with_advantages("GRPO")

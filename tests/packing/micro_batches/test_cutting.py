@@ -29,7 +29,7 @@ def test_a_selection_is_what_slices_come_to(alignment, layout):
     batch = some_batch(layout=layout).with_advantages(GRPO())
     tensors = of_the_loss(batch)
     for sequences in ([0], [5, 2, 2, 6], list(range(7)), []):
-        selected = batch.select(sequences, alignment, tensors)
+        selected = batch.select(sequences, alignment, tensors=tensors)
         check_micro_batch(selected, batch, sequences, alignment, tensors=tensors)
 
 
@@ -37,7 +37,7 @@ def test_a_selection_is_what_slices_come_to(alignment, layout):
 def test_the_kernel_selects_the_same(alignment):
     batch = some_batch(4)
     tensors = of_the_loss(batch)
-    selected = batch.select([3, 1], alignment, tensors, impl="triton")
+    selected = batch.select([3, 1], alignment, tensors=tensors, impl="triton")
     check_micro_batch(selected, batch, [3, 1], alignment, tensors=tensors)
 
 
@@ -96,7 +96,7 @@ def test_merging_brings_every_token_back_and_its_gradient(alignment, shape):
     assert merged.shape == (batch.num_tokens, *shape)
     weights = torch.randn(merged.shape)
     (merged * weights).sum().backward()
-    split = batch.split(plan, alignment, {"weights": weights, "merged": merged.detach()})
+    split = batch.split(plan, alignment, tensors={"weights": weights, "merged": merged.detach()})
     for output, one in zip(outputs, split, strict=True):
         real = one.prompt_mask | one.loss_mask
         assert_same_bits(output.grad, one.fields["weights"])
@@ -129,7 +129,7 @@ def test_what_a_plan_left_out_has_the_fill():
 def test_dummies_have_no_loss_and_give_nothing_back():
     batch = some_batch(3)
     plan = plan_micro_batches(batch.seqlens, 500, multiple_of=4)
-    split = batch.split(plan, Alignment(total_multiple=16), of_the_loss(batch))
+    split = batch.split(plan, Alignment(total_multiple=16), tensors=of_the_loss(batch))
     dummies = [one for one in split if one.is_dummy]
     assert len(dummies) == 1
     for one in dummies:
@@ -235,7 +235,10 @@ WRONG_PLANS = {
 def test_what_cannot_be_cut_is_refused(call, words, given):
     is_type = re.search("an integer|be integers|be a tensor|be a Plan", words)
     with pytest.raises(TypeError if is_type else ValueError, match=words):
-        call(**given) if isinstance(given, dict) else call(*given)
+        if isinstance(given, dict):
+            call(**given)
+        else:
+            call(*given[:2], **dict(zip(["tensors"], given[2:], strict=False)))
 
 
 def test_counts_of_numpy_are_as_good_as_others():

@@ -80,9 +80,9 @@ def test_a_plan_of_parts_is_as_good_as_the_whole(model, small_ids):
 def test_shares_of_all_ranks_are_the_micro_batch(partition):
     batch = some_batch()
     alignment = Alignment(sequence_multiple=8, total_multiple=64, max_sequences=8)
-    micro_batch = batch.select([4, 1, 0], alignment, of_the_loss(batch))
+    micro_batch = batch.select([4, 1, 0], alignment, tensors=of_the_loss(batch))
     labels = {"labels": micro_batch.labels()}
-    shares = [micro_batch.shard(4, rank, partition, labels) for rank in range(4)]
+    shares = [micro_batch.shard(4, rank, partition, tensors=labels) for rank in range(4)]
     index = torch.cat([micro_batch.context_parallel_index(4, r, partition) for r in range(4)])
     whole = {n: t for n, t in micro_batch.tensors().items() if not n.startswith("cu_seqlens")}
     whole |= {**micro_batch.fields, **labels}

@@ -139,7 +139,7 @@ def test_each_entry_is_in_one_micro_batch_on_the_node_of_its_prefix(drawn, padde
     bounds = batch.entries.cu_generated.tolist()
     seen = []
     alignment = PADDED if padded else Alignment()
-    for one in batch.micro_batches(plan, alignment, {"weights": weights}):
+    for one in batch.micro_batches(plan, alignment, tensors={"weights": weights}):
         turns = one.entries.sequences
         assert [*turns] == sorted(turns)
         own = [entry for turn in turns for entry in range(*bounds[turn : turn + 2])]
@@ -192,7 +192,7 @@ def test_merging_is_the_inverse_and_brings_gradients_back(drawn, width):
     values = torch.randn(batch.num_entries, *[3] * width, dtype=torch.float64)
     parts = [
         one.entries.fields["values"].requires_grad_()
-        for one in batch.micro_batches(plan, PADDED, {"values": values})
+        for one in batch.micro_batches(plan, PADDED, tensors={"values": values})
     ]
     merged = batch.merge(plan, parts)
     assert_same_bits(merged, values)
@@ -224,7 +224,7 @@ def test_ranks_have_as_many_micro_batches_and_all_entries(drawn, num_ranks):
 def test_a_dummy_is_padding_without_entries():
     batch = pack_tree([Trajectory("a", [Turn([1, 2], [3], [-0.5])])])
     _, second = batch.plan_ranks(2, 8)
-    (dummy,) = batch.micro_batches(second, Alignment(total=4), {"x": torch.ones(1)})
+    (dummy,) = batch.micro_batches(second, Alignment(total=4), tensors={"x": torch.ones(1)})
     assert dummy.is_dummy
     assert (dummy.num_nodes, dummy.num_padding, dummy.num_entries) == (4, 4, 0)
     assert (dummy.seqlens, len(dummy), dummy.num_trained) == ((4,), 0, 0)
@@ -279,7 +279,9 @@ def test_losses_and_gradients_add_up_to_those_of_the_batch(attention):
     total, merged = torch.zeros((), dtype=torch.float64), []
     for plan in plans:
         outputs = []
-        for one in batch.micro_batches(plan, Alignment(total_multiple=16), {"weights": weights}):
+        for one in batch.micro_batches(
+            plan, Alignment(total_multiple=16), tensors={"weights": weights}
+        ):
             part, of_part = loss_of(one, one.entries.fields["weights"])
             part.backward()
             total += part.detach()
@@ -303,7 +305,7 @@ def test_a_plan_is_one_copy_and_two_launches_for_each_micro_batch(alignment):
     assert len(plan) > 2
     weights = torch.empty(batch.num_entries, device="meta")
     with RecordedOps("meta") as recorded:
-        found = [*batch.micro_batches(plan, alignment, {"weights": weights})]
+        found = [*batch.micro_batches(plan, alignment, tensors={"weights": weights})]
     counts = {op: n for op, n in recorded.counts.items() if op not in VIEWS}
     assert counts.pop("aten._to_copy.default") == 2  # tables; depths as int32
     assert counts.pop("trajpack.select_tokens.default") == 2 * len(plan)

@@ -199,5 +199,5 @@ def test_an_estimator_is_named(name, estimator):
     given = batch.with_advantages(name, batch.rollout_logprobs)
     same = batch.with_advantages(estimator, batch.rollout_logprobs)
     assert torch.equal(given.advantages, same.advantages)
-    with pytest.raises(ValueError, match="estimator must be one of grpo, .*, got 'GRPO'"):
+    with pytest.raises(ValueError, match=r"estimator must be one of grpo, .*, got 'GRPO'"):
         batch.with_advantages("GRPO")

@@ -234,11 +234,11 @@ WRONG_PLANS = {
 )
 def test_what_cannot_be_cut_is_refused(call, words, given):
     is_type = re.search("an integer|be integers|be a tensor|be a Plan", words)
+    places, named = ((), given) if isinstance(given, dict) else (given[:2], {})
+    if len(given) > 2 and places:
+        named = {"tensors": given[2]}
     with pytest.raises(TypeError if is_type else ValueError, match=words):
-        if isinstance(given, dict):
-            call(**given)
-        else:
-            call(*given[:2], **dict(zip(["tensors"], given[2:], strict=False)))
+        call(*places, **named)
 
 
 def test_counts_of_numpy_are_as_good_as_others():

@@ -25,9 +25,8 @@ class FunctionEngine(ServedEngine):
 
     Args:
         function: Called with the token ids of the whole conversation and the sampling parameters;
-            its coroutine returns ``(output_ids, output_logprobs, no_eos)`` or a `GenerationOutput`,
-            in which ``qid`` is replaced by that of the request. A tuple's tokens count as sampled
-            by the version at the time of the call.
+            its coroutine returns ``(output_ids, output_logprobs, no_eos)``, sampled by the version
+            at the time of the call, or a `GenerationOutput`, which gets the ``qid`` of the request.
         version: Policy version of the weights.
 
     Raises:

@@ -38,11 +38,7 @@ def read_sampling(sampling: Any, limits: Limits) -> SamplingParams:
     """Read sampling parameters from any object that has ``max_new_tokens``.
 
     ``greedy`` means temperature 0. A ``top_k`` below 1 or beyond the vocabulary takes every token.
-    ``stop`` may be one string.
-
-    Raises:
-        AttributeError: If there is no ``max_new_tokens``.
-        TypeError, ValueError: If a value is out of range, or the engine does not support it.
+    ``stop`` may be one string. A value that is missing, out of range or not supported raises.
     """
     for name, only in _NOT_SUPPORTED.items():
         value = getattr(sampling, name, only)
@@ -69,10 +65,8 @@ def read_sampling(sampling: Any, limits: Limits) -> SamplingParams:
 def read_prompt(token_ids: Sequence[int], max_new_tokens: int, limits: Limits) -> list[int]:
     """Return ``token_ids`` as a list of ints; one that breaks a limit would end all generation.
 
-    Raises:
-        TypeError: If they are not integers.
-        ValueError: If there is none, they are not one-dimensional, an id is out of vocabulary, or
-            there is no room for ``max_new_tokens``.
+    A `TypeError` or `ValueError` says what is wrong with them, or that there is no room for
+    ``max_new_tokens``.
     """
     ids = as_ids("token ids", token_ids)
     if not ids.size:
@@ -155,12 +149,7 @@ def read_limits(model: Any, batching: Any) -> Limits:
 
 
 def check_weights(own: Mapping[str, torch.Tensor], state_dict: Mapping[str, Any]) -> None:
-    """Check all weights before the first is copied: a load that fails halfway cannot be undone.
-
-    Raises:
-        TypeError, ValueError: If names differ from the model's, or a value cannot be copied to its
-            weight.
-    """
+    """Check all weights before the first is copied: a load that fails halfway cannot be undone."""
     unknown = sorted(set(state_dict) - set(own))
     loaded = {own[name].data_ptr() for name in set(own) & set(state_dict)}
     missing = sorted(

@@ -65,15 +65,13 @@ _ARITHMETIC_TEXT = (
 def build_tiny_model(seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Build a tiny Qwen3 with random weights, and a byte-level tokenizer for it.
 
-    The model has 2 layers of width 64 and 384 tokens of vocabulary. The tokenizer is a
-    byte-pair encoding that every Unicode string survives, with a ChatML chat template
-    that declares tools and marks the assistant's tokens (``return_assistant_tokens_mask``); a
-    message ends with ``<|im_end|>``, and ``<|endoftext|>`` pads. Nothing is downloaded, and both
-    can be written with their ``save_pretrained``.
+    The model has 2 layers of width 64 and 384 tokens of vocabulary. The tokenizer is a byte-pair
+    encoding that every Unicode string survives, with a ChatML chat template that declares tools and
+    marks the assistant's tokens (``return_assistant_tokens_mask``); a message ends with
+    ``<|im_end|>``, and ``<|endoftext|>`` pads. Nothing is downloaded.
 
     Args:
-        seed: Seed of the weights; the tokenizer is always the same. The state of torch's random
-            generators does not change.
+        seed: Seed of the weights alone; torch's random generators do not change.
 
     Returns:
         The model, in evaluation mode and float32 on the CPU, and its tokenizer.

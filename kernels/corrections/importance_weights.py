@@ -268,15 +268,15 @@ def importance_weights(
     if correction.needs_segments:
         if segments is None:
             raise ValueError(f"{OP}: a level of segments needs segments, got {correction!r}")
-        tokens = loss_mask.shape[0]
+        num_tokens = loss_mask.shape[0]
         check_segments(OP, segments, loss_mask.device)
         num_segments = segments.shape[0] - int(segments.ndim == 1)
         if segment_ids is not None:
-            each: dict[str, Any] = {"device": loss_mask.device, "entries": tokens}
+            each: dict[str, Any] = {"device": loss_mask.device, "entries": num_tokens}
             check_tensor(OP, "segment_ids", segment_ids, dtypes=(torch.int32, torch.int64), **each)
         elif segments.ndim == 2:
-            check_segments_within(OP, "segments", segments, tokens)
-            owner, inside = owners_of_entries(segments, tokens)
+            check_segments_within(OP, "segments", segments, num_tokens)
+            owner, inside = owners_of_entries(segments, num_tokens)
             segment_ids = torch.where(inside, owner, -1)
         bounds = segments.contiguous() if segment_ids is None else None
         places = Places(bounds, segment_ids, None, num_segments, num_segments)

@@ -189,7 +189,7 @@ def group_advantages_kernel(  # noqa: C901, PLR0912 - branches of the compiler
         if GROUPS > 1:
             read = ()
             for part in tl.static_range(PARTS):
-                read = read + (_load_part(inputs, 0, part, BLOCK),)
+                read = read + (_load_part(inputs, 0, part, BLOCK),)  # type: ignore[assignment]
             inputs = (order, scores, valid, begin, end, read)
         number, low, high = _extremes(inputs, longest, PARTS, BLOCK)
         low = tl.where(number > 0, low, 0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import abstractmethod
+from functools import partial
 from typing import Any, ClassVar
 
 from trajpack.agent.engines.transformers_batching import Limits, read_prompt, read_sampling
@@ -35,6 +36,8 @@ from trajpack.packing.text import one_line
 _logger = logging.getLogger(__name__)
 MAX_EPISODES = 2**16
 """Episodes whose requests are counted: those that asked last."""
+_THREAD_BYTES = 128 * 1024
+"""Size from which a body is parsed in a thread, so that the event loop serves others meanwhile."""
 _MAX_WAIT_S = 10.0
 _MAX_REASON = 700
 """Characters of an error's text."""
@@ -175,7 +178,8 @@ class ServerEngine(ServerFleet):
             server.has_fallen_back = True
             return await self._sample(server, completion)
         try:
-            response = read_response(self._dialect, body, params, options=options)
+            read = partial(read_response, self._dialect, body, params, options=options)
+            response = read() if len(body) < _THREAD_BYTES else await asyncio.to_thread(read)
             names = [name for name, start, end in response.weight_versions if start < end]
             if acknowledged is not None and any(name and not is_number(name) for name in names):
                 server.is_behind = True

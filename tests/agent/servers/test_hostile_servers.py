@@ -117,7 +117,7 @@ def test_broken_answers_are_errors_and_leave_no_file_open() -> None:
 
 
 async def test_a_long_answer_in_pieces_is_taken() -> None:
-    """Chunks of 200 bytes, with a long body."""
+    """Chunks of 200 bytes, and a body that is parsed beside the event loop."""
     whole = encode(vllm_body(range(20_000), [-1.5] * 20_000, "length"))
     pieces = [whole[start : start + 200] for start in range(0, len(whole), 200)]
     body = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"

@@ -68,33 +68,29 @@ class Attempt:
                     task.cancel()
 
     async def generate(self, token_ids: Sequence[int], sampling: Any = None) -> Turn:
-        """Ask the engine, once generation is not paused; see `Generate`."""
-        prompt_ids = checked_prompt(self.qid, token_ids)
-        sampling = self.runner.sampling if sampling is None else sampling
+        """Ask the engine, once generation is not paused, and check its reply; see `Generate`."""
+        prompt_ids, runner = checked_prompt(self.qid, token_ids), self.runner
+        sampling = runner.sampling if sampling is None else sampling
+        request = GenerationRequest(self.qid, prompt_ids.tolist(), sampling)
+        timeout_s = runner.policy.generation_timeout_s
+        late = EpisodeTimeoutError(self.qid, f"no reply within {timeout_s} s")
         task = asyncio.current_task()
         self._asking.add(task)
         try:
-            await self.runner.gate.wait_open()
+            await runner.gate.wait_open()
             if self._is_over:
                 raise RuntimeError(f"episode {self.qid!r} is over: it asks no more")
-            request = GenerationRequest(self.qid, prompt_ids.tolist(), sampling)
-            return await self._send(request, prompt_ids)
+            number = self.num_requests
+            self.num_requests += 1
+            runner.tell("generation_started", self.qid, number, prompt_ids.size)
+            try:
+                reply = await runner.gate.send(reply_of(runner.engine, request), timeout_s, late)
+                turn = turn_of(self.qid, prompt_ids, reply)
+            except EpisodeError as error:
+                runner.tell("generation_ended", self.qid, number, error)
+                raise
         finally:
             self._asking.discard(task)
-
-    async def _send(self, request: GenerationRequest, prompt_ids: Any) -> Turn:
-        """Send a request, tell observers, and return its checked reply."""
-        runner, number = self.runner, self.num_requests
-        self.num_requests += 1
-        timeout_s = runner.policy.generation_timeout_s
-        late = EpisodeTimeoutError(self.qid, f"no reply within {timeout_s} s")
-        runner.tell("generation_started", self.qid, number, prompt_ids.size)
-        try:
-            reply = await runner.gate.send(reply_of(runner.engine, request), timeout_s, late)
-            turn = turn_of(self.qid, prompt_ids, reply)
-        except EpisodeError as error:
-            runner.tell("generation_ended", self.qid, number, error)
-            raise
         if self._count_turn is not None:
             self._count_turn(turn)
         runner.tell("generation_ended", self.qid, number, reply)

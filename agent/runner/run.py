@@ -209,6 +209,8 @@ class Run:
         self._events.put_nowait(None)
 
     async def _take_prompts(self) -> None:
+        from anyio import CancelScope
+
         source: Any = self._prompts
         is_async = isinstance(source, AsyncIterable)
         prompts = aiter(source) if is_async else iter(source)
@@ -230,8 +232,13 @@ class Run:
                 group = Group(prompt, label, len(samples))
                 self._num_groups += 1
                 self._runner.staleness.num_running += 1
+                self._num_open += len(samples)
                 for sample in samples:
-                    self._open(group, sample)
+                    episode = Episode(group, sample, f"{prompt.id}@{sample}", CancelScope())
+                    name = f"episode {episode.qid}"
+                    task = asyncio.create_task(self._roll_out(episode), name=name)
+                    self._tasks[task] = episode
+                    task.add_done_callback(self._has_ended)
                 await asyncio.sleep(0)  # they take their slots
 
     def _groups_of(self, prompt: Prompt, occurrence: int) -> Sequence[Sequence[int]]:
@@ -255,16 +262,6 @@ class Run:
             self._awaited = ""
         async with self._slots:
             pass
-
-    def _open(self, group: Group, sample: int) -> None:
-        """Start an episode."""
-        from anyio import CancelScope
-
-        episode = Episode(group, sample, f"{group.prompt.id}@{sample}", CancelScope())
-        self._num_open += 1
-        task = asyncio.create_task(self._roll_out(episode), name=f"episode {episode.qid}")
-        self._tasks[task] = episode
-        task.add_done_callback(self._has_ended)
 
     async def _roll_out(self, episode: Episode) -> Outcome:
         """Run an episode, each attempt as soon as there is a slot for it."""

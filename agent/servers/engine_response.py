@@ -47,6 +47,36 @@ class EngineResponse(NamedTuple):
     fields: dict[str, Any]
 
 
+class ResponseLimits(NamedTuple):
+    """What a request asked for.
+
+    Attributes:
+        max_tokens: Number of completion tokens at most.
+        stop: Texts that end the completion.
+    """
+
+    max_tokens: int
+    stop: tuple[str, ...] = ()
+
+
+def read_vllm_response(
+    body: bytes, limits: ResponseLimits, options: ServerOptions = DEFAULT_OPTIONS
+) -> EngineResponse:
+    """Read a response of vLLM: `read_response` for a request that is known by its limits."""
+    return read_response("vLLM", body, _sampling_of(limits), options=options)
+
+
+def read_sglang_response(
+    body: bytes, limits: ResponseLimits, options: ServerOptions = DEFAULT_OPTIONS
+) -> EngineResponse:
+    """Read a response of SGLang: `read_response` for a request that is known by its limits."""
+    return read_response("SGLang", body, _sampling_of(limits), options=options)
+
+
+def _sampling_of(limits: ResponseLimits) -> SamplingParams:
+    return SamplingParams(limits.max_tokens, stop=limits.stop)
+
+
 def read_response(
     dialect: Dialect,
     body: bytes,

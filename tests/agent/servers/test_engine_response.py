@@ -14,7 +14,12 @@ from hypothesis import given, settings, strategies as st
 
 from tests.agent.servers.loopback import encode, sglang_body
 from trajpack.agent.protocols import SamplingParams
-from trajpack.agent.servers.engine_response import read_response
+from trajpack.agent.servers.engine_response import (
+    ResponseLimits,
+    read_response,
+    read_sglang_response,
+    read_vllm_response,
+)
 from trajpack.agent.servers.options import ServerOptions
 
 RECORDED = Path(__file__).parents[4] / "shared" / "contracts"
@@ -335,3 +340,18 @@ def test_any_body_is_read_as_it_says_or_refused(
     assert got.output_logprobs.tolist() == [float(np.float32(one or 0)) for one in wanted]
     assert np.isfinite(got.output_logprobs).all()
     assert got.finish_reason == said["finish_reason"]
+
+
+def test_a_response_is_read_for_a_request_that_is_known_by_its_limits() -> None:
+    vllm = (
+        b'{"choices": [{"token_ids": [7, 2], "finish_reason": "stop",'
+        b' "logprobs": {"token_logprobs": [-0.5, null]}}]}'
+    )
+    sglang = (
+        b'{"output_ids": [7], "meta_info": {"finish_reason": {"type": "stop", "matched": "x"},'
+        b' "output_token_logprobs": [[-0.5, 7, null]]}}'
+    )
+    assert read_vllm_response(vllm, ResponseLimits(8)).output_logprobs.tolist() == [-0.5, 0.0]
+    assert read_sglang_response(sglang, ResponseLimits(8, ("x",))).output_ids.tolist() == [7]
+    with pytest.raises(ValueError, match="at most 1 tokens in token_ids, got 2"):
+        read_vllm_response(vllm, ResponseLimits(1))

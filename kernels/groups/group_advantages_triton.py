@@ -286,7 +286,7 @@ def group_advantages_forward(
         return advantages
     mask, raw = None if valid is None else valid.view(torch.uint8), int(rule.singleton == "raw")
     num_parts = 0 if shares is None else shares.numel() // 2
-    longest = members if longest is None else min(longest, members)
+    longest = max(members, SMALL + 1) if longest is None else min(longest, members)
     kernel = "group_advantages_kernel"
     for shape, least, most in (
         (f"{kernel}, small", 0, SMALL), (kernel, SMALL + 1, LONG),

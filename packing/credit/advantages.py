@@ -316,8 +316,7 @@ def _of_groups(batch: PackedBatch, estimator: GroupEstimator, inputs: Inputs, im
     members = _members(batch, impl, given=inputs.scores, clip=clip, truncated=truncated)
     valid = None if truncated is None else ~truncated
     rule, order, num_groups = estimator.rule, batch.tables.group_order, batch.num_groups
-    known = getattr(batch, "longest", None)
-    longest = None if known is None else int(known.group)
+    longest = batch.tables.longest.group
     by_group = Members(
         batch.group_ids, num_groups, order.trajectories, order.cu_trajectories, longest
     )
@@ -336,7 +335,7 @@ def _of_groups(batch: PackedBatch, estimator: GroupEstimator, inputs: Inputs, im
         return Credit(values, counts, returns, are_shared=True, place=owners)
     assert inputs.state_ids is not None
     of_turns = None if valid is None else valid[owners]
-    are_few = (longest or batch.num_turns) <= MOST_COMPARED
+    are_few = longest <= MOST_COMPARED
     if impl == "triton" and are_few:
         places = order_by_state(order.turns, order.cu_turns, inputs.state_ids)
         by_state = Members(batch.group_ids, num_groups, *places, longest)

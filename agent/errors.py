@@ -94,7 +94,10 @@ CAUSES = frozenset(
 
 def reason_of(error: BaseException) -> str:
     """Return an exception's type and text, shortened to 1,000 characters."""
-    text = str(error)
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - of an exception of others
+        text = "without a text"
     rest = f"... ({len(text) - 1000:,} more characters)" if len(text) > 1000 else ""
     return f"{type(error).__name__}: {text[:1000]}{rest}"
 

@@ -19,7 +19,7 @@ from trajpack.agent.agents.conversation import (
 )
 from trajpack.agent.errors import EpisodeError
 from trajpack.agent.models.causal_model import load_tokenizer
-from trajpack.agent.protocols import Environment, Generate, Prompt
+from trajpack.agent.protocols import Environment, Generate, Prompt, SamplingParams
 from trajpack.agent.runner.replies import checked_prompt, turn_of
 from trajpack.packing.conversion import as_ids
 from trajpack.packing.types import Trajectory, Turn
@@ -85,7 +85,8 @@ class ConversationAgent(ABC):
 
         async def generate(token_ids: Sequence[int], sampling: Any = None) -> Turn:
             prompt_ids = checked_prompt(prompt.id, token_ids)
-            await obs_queue.put((prompt.id, prompt_ids.tolist(), sampling))
+            asked = SamplingParams() if sampling is None else sampling
+            await obs_queue.put((prompt.id, prompt_ids.tolist(), asked))
             reply = await act_queue.get()
             if isinstance(reply, EpisodeError):
                 raise reply

@@ -17,7 +17,7 @@ from trajpack.agent.agents.conversation import (
     Exchange,
     sampling_option,
 )
-from trajpack.packing.conversion import as_integer
+from trajpack.packing.conversion import as_integer, as_number
 from trajpack.packing.representation import brief_repr
 from trajpack.packing.text import one_line
 
@@ -102,7 +102,8 @@ class MathMultiTurnAgent(ConversationAgent):
         """Judge an answer and return the feedback; None ends the episode."""
         has_ended = await conversation.judge(exchange)
         exchange.success = exchange.reward != 0  # as Python takes a number for a truth
-        exchange.reward = ((exchange.reward - 0.5) * 2 - self.reward_bias) * self.reward_scaling
+        shaped = ((exchange.reward - 0.5) * 2 - self.reward_bias) * self.reward_scaling
+        exchange.reward = as_number("reward", shaped)
         is_last = len(conversation.exchanges) == self.num_turns
         is_over = has_ended and self.stop_on_terminated
         if is_last or is_over or (exchange.success and self.stop_on_success):

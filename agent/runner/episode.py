@@ -58,7 +58,8 @@ class Attempt:
             if isinstance(error, EpisodeError) and error.qid == self.qid:
                 raise
             kind = EpisodeTimeoutError if isinstance(error, TimeoutError) else EpisodeError
-            if any(cause in self.environment_errors for cause in causes_of(error)):
+            raised = {id(cause) for cause in causes_of(error)}
+            if any(id(known) in raised for known in self.environment_errors):
                 kind = EnvironmentFailedError
             raise kind(self.qid, reason_of(error)) from error
         finally:

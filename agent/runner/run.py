@@ -162,11 +162,13 @@ class Run:
             await asyncio.sleep(look_at - loop.time())
             now, what = loop.time(), self._awaited
             if self._tasks:
+                is_waiting = runner.gate.num_in_flight or runner.num_calls
+                remedy = "RolloutPolicy(episode_timeout_s=...) ends such episodes"
                 what = (
                     f"episodes under way: {len(self._tasks)}, open requests to "
                     f"{type(runner.engine).__name__}: {runner.gate.num_in_flight}, open calls of "
                     f"{type(runner.environment).__name__}: {runner.num_calls}; "
-                    "RolloutPolicy(episode_timeout_s=...) ends such episodes"
+                    f"{remedy if is_waiting else 'they may wait for a retry'}"
                 )
             if runner.gate.is_still or not what or now - look_at > 1.0:
                 runner.tell.called_at = now  # it is in order, or the event loop stood still

@@ -26,8 +26,8 @@ class RolloutRunner:
     Sample ``k`` of the prompt ``q`` is the episode ``q@k``. Its trajectories get the group
     ``q``, unless the agent gave them one. A prompt that comes again in a run goes on counting, in
     the group ``q#1``. A failed episode is data: a result with an error and no trajectories,
-    whatever was raised, except `KeyboardInterrupt` and `SystemExit`. Trajectories are checked as a
-    `TrajectoryBuffer` would check them.
+    whatever was raised, except `KeyboardInterrupt`, `SystemExit` and `GeneratorExit`. Trajectories
+    are checked as a `TrajectoryBuffer` would check them.
 
     Args:
         engine: Engine that the caller has entered; it is not closed here.

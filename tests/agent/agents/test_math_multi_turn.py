@@ -183,6 +183,11 @@ def test_a_completion_that_cannot_be_decoded_ends_the_episode() -> None:
         run(make(tokenizer=Fails()), Judge(1), *says("2"))
 
 
+def test_a_reward_beyond_float32_ends_the_episode() -> None:
+    with pytest.raises(ValueError, match="reward must be finite float32"):
+        run(make(reward_scaling=1e300), Judge(1), *says("2"))
+
+
 def test_many_episodes_share_one_agent() -> None:
     async def all_of_them() -> list[Any]:
         agent = make(num_turns=3)

@@ -44,9 +44,26 @@ class Panic(BaseException):
     """What compiled extensions raise, tokenizers among them: not even an Exception."""
 
 
+class Mute(Exception):
+    """An exception of others that has no text."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+class Alike(Exception):
+    """An exception that others equal."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Alike)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 @pytest.mark.parametrize(
     ("raised", "text"),
     [
+        (Mute(), "episode 'q1@0': Mute: without a text"),
         (ZeroDivisionError("no luck"), "episode 'q1@0': ZeroDivisionError: no luck"),
         (EpisodeError("q1@0", "lost"), "episode 'q1@0': lost"),
         (EpisodeError("q7", "lost"), "episode 'q1@0': EpisodeError: episode 'q7': lost"),
@@ -64,6 +81,20 @@ def test_a_failing_agent_is_a_result_and_the_others_go_on(raised: Any, text: str
     assert str(error).startswith(text)
     assert len(str(error)) < 1100
     assert error is raised or error.__cause__ is raised
+
+
+def test_the_environment_is_not_blamed_for_an_equal_exception_of_the_agent() -> None:
+    class Environment:
+        async def step(self, action: Any) -> Any:
+            raise Alike
+
+    async def agent(prompt: Prompt, env: Any, generate: Any) -> list[Trajectory]:
+        with contextlib.suppress(Alike):
+            await env.step(prompt)
+        raise Alike
+
+    (result,) = roll(agent, 1, environment=Environment())
+    assert type(result.error) is EpisodeError
 
 
 FAILURES: list[BaseException] = [

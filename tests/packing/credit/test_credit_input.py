@@ -83,7 +83,7 @@ OF_WRONG_TYPE = {
     ),
     "state_ids must be": (GiGPO(), {"state_ids": torch.zeros(2)}),
     "scores must be": (GRPO(), {"scores": torch.zeros(1).bfloat16()}),
-    "a function or a tensor, got 'grpo'": ("grpo", {}),
+    "its name, a function or a tensor, got 3": (3, {}),
     "a function or a tensor, got TokenEstimator(": (TokenEstimator(), {}),
     "estimators.GRPO'>; make one: GRPO()": (GRPO, {}),
 }  # fmt: skip

@@ -192,6 +192,7 @@ class TransformersEngine(ServedEngine):
             await run_to_end(self._stop)
             raise
         self._watching = asyncio.create_task(self._watch())
+        self._watching.add_done_callback(self._end_unwatched)
         self._begin_serving()
         return self
 
@@ -243,6 +244,11 @@ class TransformersEngine(ServedEngine):
         cause = self._batching.background_thread_status.fatal_error
         _logger.error("generation has died: %s", one_line(repr(cause)))
         self._end_serving(End(f"generation has died: {cause!r}", cause))
+
+    def _end_unwatched(self, watching: asyncio.Task[None]) -> None:
+        """End serving however `_watch` ended: no request would notice the death of generation."""
+        cause = None if watching.cancelled() else watching.exception()
+        self._end_serving(End("the engine's task was ended", cause))
 
     def _report(self, result: Any) -> None:
         """Take in all tokens that a request has so far; called for each token."""

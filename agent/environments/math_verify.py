@@ -21,6 +21,7 @@ SCRIPT = Path(answer_worker.__file__)
 """Program of the workers."""
 LENIENT = frozenset({"coin_flip", "game_of_life_halting"})
 """Tasks of reasoning-gym whose scorers give many wrong numbers the full score."""
+_START_TIMEOUT_S = 120.0
 _MAX_ANSWER_CHARS = 16_384
 _TIMED_OUT = (-signal.SIGPROF, -signal.SIGALRM)
 _CRASHED = (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT, -signal.SIGILL, -signal.SIGFPE)
@@ -106,10 +107,22 @@ class MathVerifyEnvironment(JudgingEnvironment):
 
     def _check(self, request: tuple[Any, ...]) -> int | None:
         """Return the reply of a worker, or the status it ended with. Called in the threads."""
-        worker = self._idle.pop() if self._idle else self._start()
+        limit_s = 2 * self._timeout_s + 1  # the alarm of a worker that stands still does not end it
+        try:
+            worker = self._idle.pop()
+            while self._workers[worker].poll():  # it has ended: it was asked nothing
+                self._end(worker)
+                worker = self._idle.pop()
+        except IndexError:
+            worker = self._start()
+            limit_s += _START_TIMEOUT_S
         self._refuse_if_closed()
         try:
             self._workers[worker].send(request)
+            if not self._workers[worker].poll(limit_s):
+                worker.kill()
+                self._end(worker)
+                return -signal.SIGALRM
             verdict: int | None = self._workers[worker].recv()
         except (EOFError, OSError):
             verdict = self._end(worker)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -450,6 +451,24 @@ def test_the_death_of_generation_reaches_every_request(caplog: pytest.LogCapture
         assert reply.__cause__ is not None
     assert "generation has died" in caplog.text
     assert not generation_threads()
+
+
+@pytest.mark.parametrize("cause", [None, OSError("no results")])
+def test_requests_end_with_the_task_that_watches_generation(cause: OSError | None) -> None:
+    async def body() -> list[Reply]:
+        async with small_engine(eos_token_id=NEVER) as engine:
+            asked = asyncio.create_task(ask(engine, "a", sampling=SamplingParams(900)))
+            await asyncio.sleep(0.05)
+            if cause is None:
+                engine._watching.cancel()
+            else:
+                engine._batching.get_result = Mock(side_effect=cause)
+            return [await asked, await ask(engine, "later")]
+
+    for reply in asyncio.run(body()):
+        assert isinstance(reply, EngineEndedError)
+        assert "the engine's task was ended" in str(reply)
+        assert reply.__cause__ is cause
 
 
 def test_the_greatest_request_is_the_lesser_of_cache_and_positions() -> None:

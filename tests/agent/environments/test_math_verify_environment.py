@@ -28,7 +28,7 @@ def step(*actions: tuple[str, Sequence[Any]], **options: Any) -> list[tuple[list
 
     async def ask() -> list[tuple[list[bool], Any]]:
         async with MathVerifyEnvironment([question("q", "18")], **options) as env:
-            steps = [await env.step(action) for action in actions]
+            steps = [await asyncio.wait_for(env.step(action), 60) for action in actions]
         assert all(step[0] is None and step[2:4] == (True, False) for step in steps)
         return [(step[1], step[4]) for step in steps]
 
@@ -135,6 +135,31 @@ def test_an_answer_that_its_worker_does_not_survive_is_wrong(
     wrong, right = step(("q", ["17"]), RIGHT)
     assert (wrong[0], wrong[1][reported]) == ([False], [True])
     assert right == IS_RIGHT
+
+
+def test_a_worker_that_stands_still_is_killed_and_its_answer_has_timed_out(
+    use_worker: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_worker("if answer != '18': os.kill(os.getpid(), signal.SIGSTOP)")
+    monkeypatch.setattr(math_verify, "_START_TIMEOUT_S", 3.0, raising=False)
+    fresh, right, idle, again = step(("q", ["17"]), RIGHT, ("q", ["17"]), RIGHT, timeout_s=0.1)
+    assert fresh == idle == ([False], {"timed_out": [True], "failed": [False]})
+    assert right == again == IS_RIGHT
+
+
+def test_workers_killed_while_idle_fail_no_step(use_worker: Callable[[str], None]) -> None:
+    use_worker("pass")
+
+    async def ask() -> None:
+        async with MathVerifyEnvironment([question("q", "18")], workers=2) as env:
+            await env.step(("q", ["18"] * 2))
+            for worker in env._workers:
+                worker.kill()
+                worker.wait()
+            assert (await env.step(RIGHT))[1] == [True]
+            assert len(env._workers) == 1
+
+    asyncio.run(ask())
 
 
 def test_nothing_is_left_after_close_even_when_a_check_was_running() -> None:

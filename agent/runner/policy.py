@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Literal, TypeAlias
 
 from trajpack.agent.errors import CAUSES, StaleEpisodeError
@@ -234,5 +235,9 @@ def check_least(options: object, **least: float) -> None:
         value = getattr(options, name)
         if value is None and getattr(type(options), name, 0) is None:
             continue
-        if not (as_integer(name, value) if isinstance(minimum, int) else value) >= minimum:
+        if isinstance(minimum, int):
+            as_integer(name, value)
+        elif not isinstance(value, Real):
+            raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+        if not value >= minimum:
             raise ValueError(f"{name} must be at least {minimum}, got {value}")

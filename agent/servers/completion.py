@@ -65,6 +65,11 @@ class Completion:
         if routes is not None and len(routes) != num_run:
             expected = f"routed_experts of {num_run} tokens, all but the last"
             raise ValueError(f"expected {expected}, got {len(routes)}")
+        begun = self._responses[0] if self._responses else response
+        # the last part has the routes of all tokens
+        if names := (begun.fields.keys() ^ response.fields.keys()) - {"routed_experts"}:
+            expected = f"{', '.join(names)} of all tokens of a completion or of none"
+            raise ValueError(f"expected {expected}, got that of some")
         spans = [
             (int(name[:18]) if is_number(name) else declared, start, end)
             for name, start, end in response.weight_versions

@@ -178,7 +178,8 @@ class ServerEngine(ServerFleet):
             server.has_fallen_back = True
             return await self._sample(server, completion)
         try:
-            read = partial(read_response, self._dialect, body, params, options=options)
+            known: dict[str, Any] = {"options": options, "prompt": completion.token_ids}
+            read = partial(read_response, self._dialect, body, params, **known)
             response = read() if len(body) < _THREAD_BYTES else await asyncio.to_thread(read)
             names = [name for name, start, end in response.weight_versions if start < end]
             if acknowledged is not None and any(name and not is_number(name) for name in names):

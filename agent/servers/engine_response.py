@@ -6,6 +6,7 @@ import base64
 import io
 import math
 import re
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -83,6 +84,7 @@ def read_response(
     sampling: SamplingParams,
     *,
     options: ServerOptions = DEFAULT_OPTIONS,
+    prompt: list[int] | None = None,
 ) -> EngineResponse:
     """Read vLLM's ``/inference/v1/generate`` or ``/v1/completions``, or SGLang's ``/generate``.
 
@@ -95,12 +97,14 @@ def read_response(
         body: Body of the response, UTF-8.
         sampling: What the request asked for: its number of tokens, and its texts to stop at.
         options: Vocabulary, routes and treatment of missing log-probabilities.
+        prompt: Token ids that were sent, which a response that repeats them must have; ``None``
+            does not compare.
 
     Raises:
         ValueError: If the body is not JSON, has other parts or lengths, exceeds a limit, has
-            log-probabilities above 0 or not finite as float32, or stopped at a text that is not in
-            ``sampling.stop``: SGLang reports NaN in this way. The message names the part, what was
-            expected and what came.
+            log-probabilities of other tokens, above 0 or not finite as float32, or stopped at a
+            token that is not the last one or a text that is not in ``sampling.stop``: SGLang
+            reports NaN in this way. The message names the part, what was expected and what came.
         ModuleNotFoundError: If msgspec (``trajpack[servers]`` or ``trajpack[json]``) is missing.
 
     Source: responses recorded from vLLM 0.32; the published types of SGLang 0.5.23, and its page
@@ -120,7 +124,13 @@ def read_response(
 
     try:
         decoded = DECODERS[dialect].decode(_NAN.sub(b"null", body) if b"NaN" in body else body)
-        return _checked(sampling, options, *decoded.parts(sampling))
+        part, ids, logprobs, named, finish = decoded.parts(sampling)
+        if finish not in ("stop", "length", "abort"):
+            raise _refusal("stop, length or abort as finish reason", f"{finish!a:.80}")
+        repeated = part.prompt_token_ids or decoded.prompt_token_ids
+        if prompt is not None and repeated is not None:
+            _check_same("prompt_token_ids", prompt, repeated)
+        return _checked(sampling, options, part, ids, logprobs, named, finish)
     except msgspec.ValidationError as error:  # the body may be a message of the server
         reason = f"{error}, in {one_line(body[:400].decode(errors='replace'))}"
     except (msgspec.DecodeError, RecursionError) as error:
@@ -136,6 +146,7 @@ def _checked(
     part: Any,
     ids: list[int],
     logprobs: list[float | None],
+    named: list[int | None],
     reason: str,
 ) -> EngineResponse:
     mask, routes, spans = part.sampling_mask, part.routed_experts, part.weight_versions
@@ -144,6 +155,8 @@ def _checked(
     for name, rows in (("logprobs", logprobs), ("sampling_mask", mask)):
         if rows is not None and len(rows) != len(ids):
             raise _refusal(f"{len(ids)} rows, one for each of token_ids in {name}", len(rows))
+    if named:
+        _check_same("logprobs", ids, named)
     wide = np.array([math.nan if value is None else value for value in logprobs], np.float64)
     is_missing = np.isnan(wide) | (wide == _PLACEHOLDER_LOGPROB)
     if is_missing.any() and options.missing_logprobs == "refuse":
@@ -167,6 +180,15 @@ def _checked(
 
 def _refusal(expected: str, got: object) -> ValueError:
     return ValueError(f"expected {expected}, got {got}")
+
+
+def _check_same(name: str, ids: list[int], others: Sequence[int | None]) -> None:
+    """Raise unless the others are these ids; None is not known."""
+    if len(others) != len(ids):
+        raise _refusal(f"{len(ids)} tokens in {name}", len(others))
+    for index, (token, other) in enumerate(zip(ids, others, strict=True) if ids != others else ()):
+        if other not in (token, None):
+            raise _refusal(f"the token {token} at index {index} in {name}", other)
 
 
 def _ids(name: str, values: list[int], options: ServerOptions) -> npt.NDArray[np.int32]:

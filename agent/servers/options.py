@@ -15,10 +15,10 @@ MissingLogprobs: TypeAlias = Literal["zero", "mark", "refuse"]
 
 
 def _require_positive(owner: object, *names: str) -> None:
-    """Raise unless these attributes are None or numbers above 0, and counts integers."""
+    """Raise unless these are numbers above 0, counts integers; None may be where it is default."""
     for name in names:
         value = getattr(owner, name)
-        if value is None:
+        if value is None and getattr(type(owner), name) is None:
             continue
         if name.startswith("max_") or name.endswith("_size"):
             as_integer(name, value)

@@ -41,6 +41,8 @@ from trajpack.packing.types import Trajectory, Turn
         (lambda: RetryPolicy(2, ["luck"]), ValueError, r"causes must be among .* got \['luck'\]"),
         (lambda: RetryPolicy(2, "stale"), TypeError, "causes must be several, got 'stale'"),
         (lambda: RetryPolicy(wait_initial_s=-1.0), ValueError, "wait_initial_s must be at least 0"),
+        (lambda: RetryPolicy(wait_initial_s="x"), TypeError, "wait_initial_s must be a number"),
+        (lambda: RetryPolicy(wait_max_s=None), TypeError, "wait_max_s must be a number, got None"),
         (lambda: RetryPolicy(wait_max_s=float("nan")), ValueError, "wait_max_s must be at least"),
         (lambda: RolloutPolicy(episode_timeout_s=0), ValueError, "episode_timeout_s must be pos"),
         (lambda: RolloutPolicy(silence_warning_s=0), ValueError, "silence_warning_s must be pos"),

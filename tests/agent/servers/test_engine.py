@@ -270,6 +270,8 @@ async def test_parts_of_an_interrupted_generation_fit_together() -> None:
     short = part([6], "stop", routed_experts=base64.b64encode(npy.getvalue()).decode())
     for options_of, answers, expected in (
         ({}, (begun, good), None),
+        ({}, (begun, part([6], "stop")), "sampling_mask of all tokens of a completion or of none"),
+        ({}, (part([4, 5], "abort"), good), "sampling_mask of all tokens of a completion"),
         ({"routed_experts": (2, 3)}, (part([4, 5], "abort"), short), "routed_experts of 5 tokens"),
     ):
         draw = drawing(in_turn(*answers))

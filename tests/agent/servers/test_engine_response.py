@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,30 @@ def logprobs(*values: Any) -> dict[str, Any]:
     return {"logprobs": {"token_logprobs": [*values]}}
 
 
+def test_log_probabilities_are_of_the_tokens_beside_them() -> None:
+    for tokens in (
+        {"content": [{"logprob": -1, "token_id": i} for i in (207, 130, 350)]},
+        {"content": [{"logprob": -1, "token": f"token_id:{i}"} for i in (207, 130, 350)]},
+        {"token_logprobs": [-1] * 3, "tokens": ["token_id:207", "token_id:130", "token_id:350"]},
+    ):
+        with pytest.raises(ValueError, match="the token 129 at index 1 in logprobs, got 130"):
+            read(generate(logprobs=tokens))
+
+
+def test_a_repeated_prompt_is_the_one_that_was_sent() -> None:
+    for body in (completions(), generate() | {"prompt_token_ids": PROMPT}):
+        for sent, message in (
+            (PROMPT, None),
+            ([369, 349, 198, 20, 22], "the token 22 at index 4 in prompt_token_ids, got 21"),
+            (PROMPT[:4], "4 tokens in prompt_token_ids, got 5"),
+        ):
+            with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+                read_response("vLLM", encode(body), SAMPLING, options=OPTIONS, prompt=sent)
+    body = sglang_body([4, 5]) | {"prompt_token_ids": [1]}
+    with pytest.raises(ValueError, match="the token 2 at index 0 in prompt_token_ids, got 1"):
+        read_response("SGLang", encode(body), SAMPLING, prompt=[2])
+
+
 def entries(*values: Any) -> dict[str, Any]:
     return {"logprobs": {"content": [*values]}}
 
@@ -199,8 +224,8 @@ def test_a_missing_logprob_is_0_and_marked_or_refused(changes: Any, dialect: Any
         ({"token_ids": [1, 2, 2**31]}, f"token_ids must be in [0, {2**31 - 1}], got {2**31} at"),
         ({"token_ids": [1, 2]}, "2 rows, one for each of token_ids in logprobs, got "),
         ({"token_ids": [1] * 65}, "at most 64 tokens in token_ids, got 65"),
-        ({"finish_reason": "error"}, f"Invalid enum value 'error' - {CHOICE}.finish_reason`"),
-        ({"logprobs": {}}, "3 rows, one for each of token_ids in logprobs, got 0"),
+        ({"finish_reason": "error"}, "stop, length or abort as finish reason, got 'error'"),
+        ({"logprobs": {}}, "content or token_logprobs in logprobs, got neither"),
         (logprobs(-1, -2), "3 rows, one for each of token_ids in logprobs, got 2"),
         (logprobs(-1, -1e39, -3), "logprobs must be finite float32, got -"),
         (logprobs(-1, -(10**400), -3), f"out of range - {CHOICE}.logprobs.token_logprobs[1]`"),
@@ -225,8 +250,8 @@ def test_a_wrong_part_is_refused_by_name(changes: Any, message: str) -> None:
         (b'{"text": ' + b"[" * 100_000, "expected JSON"),
         (b"null", "Expected `object`, got `null`"),
         (b"{}", "Object missing required field `choices`"),
-        (b'{"choices": []}', "Expected `array` of length >= 1 - at `$.choices`"),
-        (encode({"choices": [choice(**logprobs())] * 2}), "Expected `array` of length <= 1"),
+        (b'{"choices": []}', "one sample in choices, got 0"),
+        (encode({"choices": [choice(**logprobs())] * 2}), "one sample in choices, got 2"),
         (
             b'{"error": {"message": "Token id 21999 is out of vocabulary", "code": 400}}',
             'field `choices`, in {"error": {"message": "Token id 21999 is out of vocabulary"',
@@ -258,15 +283,25 @@ PAIR = [-1, 5, None]
     ("body", "message"),
     [
         (b'{"choices": ' + b"[" * 30_000 + b"]" * 30_000 + b"}", "recursion"),
-        (sglang(output_token_logprobs=[[], PAIR]), "at least length 1"),
+        (sglang(output_token_logprobs=[[-1], PAIR]), "at least length 2"),
+        (
+            sglang(output_token_logprobs=[[-1, 4], [-1, 6]]),
+            "the token 5 at index 1 in logprobs, got 6",
+        ),
         (sglang(output_token_logprobs=[[-1, 4]]), "2 rows, one"),
+        (stop(6), "one of the stop tokens [6]"),
+        (stop([6, 7]), "one of the stop tokens [6, 7] at the end in output_ids, got 5"),
+        (
+            sglang(finish_reason={"type": "tool_calls"}),
+            "stop, length or abort as finish reason, got 'tool_calls'",
+        ),
         (stop([5, "x"]), "Expected `int`, got `str` - at `$.meta_info.finish_reason.matched[1]`"),
         (stop("NaN happened"), "a text of the request in matched, got 'NaN happened'"),
         (encode(sglang_body([4, 1000])), "ids below 1000"),
         (encode({"output_ids": [5]}), "meta_info"),
         (b'{"error": {"message": "no"}}', "Object missing required field `output_ids`"),
     ],
-    ids=range(8),
+    ids=range(12),
 )
 def test_a_wrong_part_of_sglangs_is_refused_by_name(body: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=r"^SGLang response: ") as caught:

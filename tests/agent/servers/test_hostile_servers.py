@@ -53,7 +53,16 @@ BODIES: list[tuple[Any, bytes, str]] = [
     (VLLMEngine, encode(vllm_body([4, 1000])), "ids below 1000"),
     (VLLMEngine, encode(vllm_body(range(1, 10))), "at most 8 tokens"),
     (VLLMEngine, encode(vllm_body([])), "no token was sampled"),
-    (VLLMEngine, encode(vllm_body([4], finish="\x1b[2Jbye")), r"enum value '\x1b[2Jbye'"),
+    (
+        VLLMEngine,
+        encode(vllm_body([4], finish="\x1b[2Jbye")),
+        r"abort as finish reason, got '\x1b[2Jbye'",
+    ),
+    (
+        VLLMEngine,
+        encode(vllm_body([4]) | {"prompt_token_ids": [1, 2, 4]}),
+        "the token 3 at index 2",
+    ),
     (SGLangEngine, b"", "expected JSON"),
     (SGLangEngine, encode(sglang_body([4, 1000])), "ids below 1000"),
     (SGLangEngine, b'{"error": {"message": "no"}}', 'in {"error": {"message": "no"}}'),

@@ -25,7 +25,11 @@ def test_the_limits_say_what_is_wrong_with_them() -> None:
         (lambda: RetryLimits(max_attempts=2.5), "max_attempts must be an integer, got float"),
         (lambda: options(max_connections=True), "max_connections must be an integer, got bool"),
         (lambda: options(seed=0.5), "seed must be an integer, got float"),
+        (lambda: TimeLimits(start_s=None), "start_s must be a number, got NoneType"),
+        (lambda: RetryLimits(max_attempts=None), "max_attempts must be an integer, got NoneType"),
+        (lambda: options(max_connections=None), "max_connections must be an integer, got NoneType"),
     ):
         with pytest.raises(TypeError, match=reason):
             make()
+    assert options(vocab_size=None, max_request_tokens=None).vocab_size is None
     assert options(vocab_size=np.int64(9), seed=np.int32(3)).vocab_size == 9

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NamedTuple, Protocol
 
-from trajpack.packing.conversion import as_ids, several, shown
+from trajpack.packing.conversion import as_ids, as_integer, several, shown
 from trajpack.packing.representation import brief_repr
 from trajpack.packing.types import FloatArray, IntArray, Trajectory, Turn, VersionSpan
 
@@ -54,7 +55,7 @@ class SamplingParams:
         stop_token_ids: Tokens that end the completion, beside the model's own.
 
     Raises:
-        TypeError: If ``stop`` is not made of strings, or ``stop_token_ids`` not of integers.
+        TypeError: If a value is of the wrong kind.
         ValueError: If a value is out of range.
     """
 
@@ -66,6 +67,11 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "top_k"):
+            as_integer(name, getattr(self, name))
+        for name in ("temperature", "top_p"):
+            if not isinstance(number := getattr(self, name), Real):
+                raise TypeError(f"{name} must be a number, got {type(number).__name__}")
         for name, holds, expected in (
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
             ("temperature", self.temperature >= 0, "0 or more"),

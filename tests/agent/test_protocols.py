@@ -20,6 +20,10 @@ def test_sampling_out_of_range_is_refused(option: str, value: float) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "error"),
     [
+        ("max_new_tokens", "5", TypeError),
+        ("top_k", 1.5, TypeError),
+        ("temperature", None, TypeError),
+        ("top_p", "x", TypeError),
         ("stop", "</search>", TypeError),
         ("stop", None, TypeError),
         ("stop", (b"a",), TypeError),
@@ -31,7 +35,7 @@ def test_sampling_out_of_range_is_refused(option: str, value: float) -> None:
         ("stop_token_ids", (2**31,), ValueError),
     ],
 )
-def test_ends_that_are_none_are_refused(option: str, value: Any, error: type[Exception]) -> None:
+def test_values_of_the_wrong_kind_are_refused(option: str, value: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match=f"{option} must "):
         SamplingParams(**{option: value})
 

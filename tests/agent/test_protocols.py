@@ -35,7 +35,9 @@ def test_sampling_out_of_range_is_refused(option: str, value: float) -> None:
         ("stop_token_ids", (2**31,), ValueError),
     ],
 )
-def test_values_of_the_wrong_kind_are_refused(option: str, value: Any, error: type[Exception]) -> None:
+def test_values_of_the_wrong_kind_are_refused(
+    option: str, value: Any, error: type[Exception]
+) -> None:
     with pytest.raises(error, match=f"{option} must "):
         SamplingParams(**{option: value})
 

@@ -20,7 +20,7 @@ UNCOUNTED = {"CHANGELOG.md", "docs/benchmarks/results.md", "docs/benchmarks/traf
 """What grows by its nature, and pages that a program writes."""
 SLACK = 60
 """What a row may stand above the size, so that a small change leaves it alone."""
-AIMS = {"product": 36_650, "tests": 52_400, "names": 96}
+AIMS = {"product": 36_700, "tests": 52_450, "names": 96}
 """What all rows of a part may have together."""
 
 

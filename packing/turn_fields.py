@@ -24,7 +24,7 @@ class TurnField(NamedTuple):
     @property
     def numpy_dtype(self) -> np.dtype[np.generic]:
         """Dtype of the tensor's table on the host."""
-        return torch.empty(0, dtype=self.dtype).numpy().dtype
+        return torch.empty(0, dtype=self.dtype, device="cpu").numpy().dtype
 
     def plain(self, value: Any) -> float:
         """Return the value as a Python float, bool or int."""

@@ -40,7 +40,7 @@ class FunctionEngine(ServedEngine):
         ...     async with FunctionEngine(next_number, version=3) as engine:
         ...         return await engine.generate(("q", [1, 2], None))
         >>> output = asyncio.run(ask())
-        >>> output.output_ids.tolist(), output.version_end
+        >>> output.output_ids, output.version_end
         ([3], 3)
     """
 

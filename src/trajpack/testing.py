@@ -23,7 +23,13 @@ if TYPE_CHECKING:
 
 
 def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, name: str = "tensor") -> None:
-    """Raise unless both tensors have the same dtype, shape and bits; NaN equals the same NaN."""
+    """Raise unless both tensors have the same dtype, shape and bits; NaN equals the same NaN.
+
+    Example:
+        >>> assert_same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+        Traceback (most recent call last):
+        AssertionError: tensor: 1 of 1 entries differ, first at [0]: 0.0 instead of -0.0
+    """
     got, want = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in (actual, expected))
     if got != want:
         raise AssertionError(f"{name}: expected {want}, got {got}")

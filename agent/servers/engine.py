@@ -184,8 +184,8 @@ class ServerEngine(ServerFleet):
             names = [name for name, start, end in response.weight_versions if start < end]
             if acknowledged is not None and any(name and not is_number(name) for name in names):
                 server.is_behind = True
-                told = f"{server.name}: told of version {acknowledged}, it names another"
-                raise ConnectionLostError(f"{told}: it seems to have been restarted")
+                stale = f"{server.name}: told of version {acknowledged}, it names another"
+                raise ConnectionLostError(f"{stale}: it seems to have been restarted")
             completion.append(response, declared)
         except ValueError as error:
             raise MalformedError(f"{server.name}: this is no answer: {error}") from None

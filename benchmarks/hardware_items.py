@@ -73,7 +73,7 @@ times, without a flush of the cache. Its kernel reads rewards, values and a mask
 advantages; ours reads two and writes two, which are as many bytes."""
 SANITIZER, FOUND = "compute-sanitizer", 86
 """The tool, and the status of a process in which it found something."""
-SPREADS = ((512, 32), (2048, 128), (2048, 256), (4096, 256))
+SPREADS = ((512, 64), (1024, 64))
 """Other block shapes of ``spread_kernel``: tokens and threads of a program."""
 SUMS = ((256, 32), (1024, 64), (2048, 128))
 """Other block shapes of ``sum_slots_kernel``."""

@@ -82,7 +82,7 @@ def test_waves_are_wider_than_warps_and_have_no_limit_of_registers(on_architectu
 @pytest.mark.parametrize(
     ("kernel", "shape"),
     [
-        ("spread_kernel", BlockShape(512, 32)),
+        ("spread_kernel", BlockShape(1024, 128)),
         ("spread_kernel", BlockShape(2048, 128)),
         ("group_advantages_kernel, small", BlockShape(512, 32)),
         ("sum_slots_kernel", BlockShape(512, 64)),

@@ -32,7 +32,7 @@ class VersionSpan(NamedTuple):
     end: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Turn:
     """One exchange: the prompt the engine saw and the completion it sampled.
 
@@ -83,7 +83,7 @@ class Turn:
     __hash__ = None  # type: ignore[assignment]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Trajectory:
     """All turns of one agent in one episode, oldest first.
 
@@ -110,8 +110,11 @@ class Trajectory:
     __repr__ = brief_repr
 
     def __post_init__(self) -> None:
-        expected = f"trajectory {self.id!r}: turns must be a sequence of turns"
-        object.__setattr__(self, "turns", several(expected, self.turns))
+        turns = self.turns
+        if type(turns) is not tuple:
+            expected = f"trajectory {self.id!r}: turns must be a sequence of turns"
+            turns = tuple(turns) if type(turns) is list else several(expected, turns)
+            object.__setattr__(self, "turns", turns)
 
     @property
     def is_truncated(self) -> bool:

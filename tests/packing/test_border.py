@@ -1,9 +1,11 @@
 """What the buffer refuses, how it says so, that nothing of it stays behind, and what it takes."""
 
 import collections
+import copy
 import dataclasses
 import enum
 import itertools
+import pickle
 from array import array
 from collections.abc import Sequence
 
@@ -390,3 +392,14 @@ def test_turns_that_differ_can_be_compared():
         assert turn in [GOOD, turn]
     assert GOOD != "a turn"
     assert Trajectory("a", [GOOD]) != Trajectory("b", [GOOD])
+
+
+def test_turns_and_trajectories_have_slots_alone_and_are_copied_whole():
+    whole = Trajectory("a", [GOOD, SPANNED], group="g", birth_time_ms=3)
+    assert not hasattr(whole, "__dict__")
+    assert not hasattr(GOOD, "__dict__")
+    for copied in (copy.copy(whole), copy.deepcopy(whole), pickle.loads(pickle.dumps(whole))):
+        assert copied == whole
+    assert dataclasses.replace(whole, id="b").turns is whole.turns
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        whole.id = "b"

@@ -212,7 +212,12 @@ def larger(seed=0):
             last = found[number].turns[1]
             heard = [*last.prompt_ids, *last.completion_ids]
             turns = [
-                Turn([*heard, *turn.prompt_ids[LONGER:]], *list(vars(turn).values())[1:4])
+                Turn(
+                    [*heard, *turn.prompt_ids[LONGER:]],
+                    turn.completion_ids,
+                    turn.completion_logprobs,
+                    turn.reward,
+                )
                 for turn in one.turns
             ]
             found.append(Trajectory(f"{number}.{one.id}", turns, "task"))

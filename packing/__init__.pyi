@@ -4,6 +4,9 @@ from trajpack.packing import adapters as adapters
 from trajpack.packing.batch.batch import PackedBatch as PackedBatch
 from trajpack.packing.buffer.buffer import TrajectoryBuffer as TrajectoryBuffer, pack as pack
 from trajpack.packing.buffer.resident import pack_resident as pack_resident
+from trajpack.packing.captured_calls import (
+    trajectories_from_calls as trajectories_from_calls,
+)
 from trajpack.packing.credit.estimators import (
     GAE as GAE,
     GRPO as GRPO,
@@ -32,7 +35,6 @@ from trajpack.packing.report.page import write_report as write_report
 from trajpack.packing.token_fields import TokenField as TokenField
 from trajpack.packing.trajectory_log.log import TrajectoryLog as TrajectoryLog
 from trajpack.packing.trajectory_log.records import DamagedLogError as DamagedLogError
-from trajpack.packing.tree.micro_batches import TreeMicroBatch as TreeMicroBatch
 from trajpack.packing.tree.pack_tree import pack_tree as pack_tree
 from trajpack.packing.tree.tree_batch import TreeBatch as TreeBatch
 from trajpack.packing.types import Trajectory as Trajectory, Turn as Turn

@@ -82,6 +82,30 @@ class Turn:
 
     __hash__ = None  # type: ignore[assignment]
 
+    @classmethod
+    def from_call(cls, record: Any, *, fields: Sequence[str] = ()) -> Turn:
+        """Return the turn of one call that a server, gateway or toolkit recorded.
+
+        The names are those of `trajpack.trajectories_from_calls`, which makes trajectories of many.
+
+        Args:
+            record: A mapping, or an object with attributes.
+            fields: Names of extra fields that the record has.
+
+        Raises:
+            TypeError: If ids are not integers or log-probabilities not numbers.
+            ValueError: If the record has no token ids, none that were sampled, log-probabilities of
+                another number, or not one call. The error names the key.
+
+        Example:
+            >>> call = {"prompt_ids": [1, 2], "response_ids": [3], "logprobs": [-0.5]}
+            >>> Turn.from_call(call) == Turn([1, 2], [3], [-0.5])
+            True
+        """
+        from trajpack.packing.captured_calls import turn_from_call  # it imports `Turn`
+
+        return turn_from_call(record, fields=fields)
+
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:

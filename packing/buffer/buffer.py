@@ -18,7 +18,7 @@ from trajpack.kernels.scan.credit_scan import credit_scan
 from trajpack.kernels.scan.scan_inputs import Scan
 from trajpack.packing.batch.batch import GroupOrder, PackedBatch, PackTables
 from trajpack.packing.buffer.chains import (
-    TrajectoryLabels,
+    Labels,
     ValidatedTurns,
     copy_numbers,
     labelled,
@@ -47,8 +47,6 @@ ROUNDING = 0.01
 """Log-probabilities up to this are 0 with the rounding errors of an engine."""
 MOST_LOOKED_AT = 1 << 16
 """Log-probabilities of a call that are looked at for positive ones."""
-LABELS = ("ids", "groups", "task_ids", "birth_times_ms", "turn_discounts", "truncated_as_given")
-"""Fields of a batch that are those of `TrajectoryLabels`, in their order."""
 MOST_WAITING = 1024
 """Calls whose numbers may wait, as Python's, until they become columns."""
 
@@ -174,7 +172,7 @@ class TrajectoryBuffer:
         self.fields = check_fields(fields)
         num_words = 2 * (capacity or 0)  # an id and a log-probability for each token
         self._staging = Staging(self.device, num_words)
-        self._labels: list[TrajectoryLabels] = []
+        self._labels = Labels.empty()
         self._state = State(columns_of((), self.fields))
 
     def __len__(self) -> int:
@@ -253,16 +251,16 @@ class TrajectoryBuffer:
             state.num_tokens + intake.num_tokens,
             state.num_turns + len(intake.turn_size),
             state.num_generated + intake.num_generated,
-            state.num_trajectories + len(intake.labels),
+            state.num_trajectories + len(intake.num_turns),
         )
         if len(new.waiting) >= MOST_WAITING:
             new = self._settled(new)
-        self._labels[state.num_trajectories :] = intake.labels
+        self._labels.extend(intake.labels, state.num_trajectories)
         self._state = new
 
     def clear(self) -> None:
         """Remove all trajectories and keep the memory. Packed batches stay valid."""
-        self._labels = []  # a new list: batches still read the old one
+        self._labels = Labels.empty()
         self._state = State(columns_of((), self.fields))
         self._staging.clear()
 
@@ -286,7 +284,7 @@ class TrajectoryBuffer:
             region = self._staging.send(state.num_words, tables.arrays)
             columns = write_batch(region, tables, self.fields, chosen)
         columns |= {"layout": layout, "num_generated": state.num_generated}
-        return PackedBatch(**columns, **labels_of(self._labels[: state.num_trajectories]))
+        return PackedBatch(**columns, **self._labels.as_tuples(state.num_trajectories))
 
     def _append(self, intake: ValidatedTurns) -> tuple[StoredTurns, int]:
         """Append turns to the stream; return their positions and the new end."""
@@ -333,9 +331,7 @@ class TrajectoryBuffer:
             state = self._settled(self._state)
             packed = (
                 layout,
-                tables_of(
-                    state.columns, self._labels[: state.num_trajectories], self.fields, layout
-                ),
+                tables_of(state.columns, self._labels, self.fields, layout),
             )
             self._state = state._replace(packed=packed)
         return packed[1]
@@ -408,9 +404,3 @@ def values_of(words: torch.Tensor, fields: Sequence[TokenField]) -> dict[str, to
     if ragged and words.device.type == "cpu":  # later calls write to it
         words = words.clone()
     return {field.name: field.values_in(words) for field in ragged}
-
-
-def labels_of(labels: Sequence[TrajectoryLabels]) -> dict[str, Any]:
-    """Return the host tuples of a batch."""
-    columns = zip(*labels, strict=True) if labels else [()] * len(LABELS)
-    return dict(zip(LABELS, columns, strict=True))

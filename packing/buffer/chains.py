@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from trajpack.packing.conversion import (
     shown,
 )
 from trajpack.packing.token_fields import Rows, TokenField, rows_of_turn
-from trajpack.packing.turn_fields import STOP_REASONS, TURN_FIELDS
+from trajpack.packing.turn_fields import STOP_REASONS, TYPECODES
 from trajpack.packing.types import Trajectory, Turn
 
 TINY = 256
@@ -39,15 +40,35 @@ MOST_BREAKS = 4
 VersionRun = tuple[int, int, int]
 
 
-class TrajectoryLabels(NamedTuple):
-    """Strings and scalars of a trajectory that stay on the host."""
+class Labels(NamedTuple):
+    """Strings and scalars of trajectories that stay on the host; a `PackedBatch` has them too."""
 
-    id: str
-    group: str | None
-    task_id: int | None
-    birth_time_ms: int | None
-    turn_discount: float
-    truncated: bool | None = None
+    ids: list[str]
+    groups: list[str | None]
+    task_ids: list[int | None]
+    birth_times_ms: list[int | None]
+    turn_discounts: list[float]
+    truncated_as_given: list[bool | None]
+
+    @classmethod
+    def empty(cls) -> Labels:
+        """Return labels of no trajectories."""
+        return cls([], [], [], [], [], [])
+
+    def append(self, *of_one: Any) -> None:
+        """Append the labels of one trajectory."""
+        column: list[Any]
+        for column, value in zip(self, of_one, strict=True):
+            column.append(value)
+
+    def extend(self, other: Labels, begin: int) -> None:
+        """Replace the labels from a trajectory on by others."""
+        for mine, theirs in zip(self, other, strict=True):
+            mine[begin:] = theirs
+
+    def as_tuples(self, end: int | None = None) -> dict[str, tuple[Any, ...]]:
+        """Return the labels of the first trajectories as a `PackedBatch` has them."""
+        return {name: tuple(of[:end]) for name, of in zip(self._fields, self, strict=True)}
 
 
 class ChainEnd(NamedTuple):
@@ -61,6 +82,11 @@ class ChainEnd(NamedTuple):
     """Index of the turn in `ValidatedTurns`."""
 
 
+def int64s() -> array[int]:
+    """Return an empty column, which `numpy.frombuffer` reads."""
+    return array("q")
+
+
 @dataclass
 class ValidatedTurns:
     """Validated trajectories as columns, ready to copy into a buffer."""
@@ -68,10 +94,10 @@ class ValidatedTurns:
     fields: tuple[TokenField, ...]
     trajectories: Sequence[Trajectory] = ()
     """The trajectories, until their numbers are copied."""
-    labels: list[TrajectoryLabels] = field(default_factory=list)
-    num_turns: list[int] = field(default_factory=list)
+    labels: Labels = field(default_factory=Labels.empty)
+    num_turns: array[int] = field(default_factory=int64s)
     """Turns of each trajectory."""
-    chain_sizes: list[int] = field(default_factory=list)
+    chain_sizes: array[int] = field(default_factory=int64s)
     """Tokens of each chain."""
     ids: list[Any] = field(default_factory=list)
     """int32 arrays: prompt and completion of the last turn of each chain; the caller's arrays for a
@@ -80,14 +106,14 @@ class ValidatedTurns:
     """float32 arrays: log-probabilities of each turn; may be the caller's arrays."""
     rows: list[list[Any]] = field(default_factory=list)
     """Rows of each declared field: of each turn, or of each chain in pieces. `Rows` each."""
-    turn_chain: list[int] = field(default_factory=list)
+    turn_chain: array[int] = field(default_factory=int64s)
     """Chain of each turn."""
-    turn_begin: list[int] = field(default_factory=list)
+    turn_begin: array[int] = field(default_factory=int64s)
     """Prompt tokens of each turn."""
-    turn_size: list[int] = field(default_factory=list)
+    turn_size: array[int] = field(default_factory=int64s)
     """Completion tokens of each turn."""
-    numbers: dict[str, list[Any]] = field(
-        default_factory=lambda: {one.attribute: [] for one in TURN_FIELDS}
+    numbers: dict[str, array[Any]] = field(
+        default_factory=lambda: {name: array(code) for name, code in TYPECODES.items()}
     )
     """`TURN_FIELDS` of each turn, by attribute."""
     version_runs: dict[int, Sequence[VersionRun]] = field(default_factory=dict)
@@ -136,7 +162,7 @@ def _take_trajectory(intake: ValidatedTurns, trajectory: Trajectory) -> None:
     """Check one trajectory and append it to the columns."""
     index, tips = -1, list[ChainEnd]()
     try:
-        intake.labels.append(checked_labels(trajectory))
+        intake.labels.append(*checked_labels(trajectory))
         alone = len(trajectory.turns) == 1
         for index, turn in enumerate(trajectory.turns):  # noqa: B007 - for the error
             _take_turn(intake, tips, turn, alone=alone)
@@ -224,11 +250,11 @@ def labelled(intake: ValidatedTurns, turn: int) -> str:
     while turn >= intake.num_turns[trajectory]:
         turn -= intake.num_turns[trajectory]
         trajectory += 1
-    return f"trajectory {intake.labels[trajectory].id!r}, turn {turn}"
+    return f"trajectory {intake.labels.ids[trajectory]!r}, turn {turn}"
 
 
-def checked_labels(trajectory: Trajectory) -> TrajectoryLabels:
-    """Check the fields of a trajectory except its turns, which must be one or more."""
+def checked_labels(trajectory: Trajectory) -> tuple[Any, ...]:
+    """Check and return the fields of a trajectory except its turns, which must be one or more."""
     if not isinstance(trajectory, Trajectory):
         raise TypeError(f"expected a Trajectory, got {type(trajectory).__name__}")
     name, group = trajectory.id, trajectory.group
@@ -249,7 +275,7 @@ def checked_labels(trajectory: Trajectory) -> TrajectoryLabels:
     truncated = trajectory.truncated
     if truncated is not None:
         truncated = _as_bool("truncated", truncated)
-    return TrajectoryLabels(name, group, task_id, birth_time_ms, discount, truncated)
+    return name, group, task_id, birth_time_ms, discount, truncated
 
 
 def _as_bool(name: str, value: Any) -> bool:
@@ -379,7 +405,7 @@ def _first_differing(fields: Sequence[TokenField], history: ChainEnd, turn: Chai
     return ""
 
 
-def named(labels: Sequence[TrajectoryLabels]) -> str:
+def named(labels: Labels) -> str:
     """Return the name of a call's trajectories for an error message."""
-    first = f"trajectory {labels[0].id!r}"
-    return first if len(labels) == 1 else f"{first} with {len(labels) - 1} more"
+    first, *others = labels.ids
+    return f"trajectory {first!r}" + (f" with {len(others)} more" if others else "")

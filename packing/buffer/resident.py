@@ -9,7 +9,7 @@ import torch
 
 from trajpack.kernels.dispatch import Impl, check_not_captured, resolve_impl
 from trajpack.packing.batch.batch import PackedBatch
-from trajpack.packing.buffer.buffer import labels_of, write_batch
+from trajpack.packing.buffer.buffer import write_batch
 from trajpack.packing.buffer.chains import ValidatedTurns, checked_labels, located, take_numbers
 from trajpack.packing.buffer.staging import Staging
 from trajpack.packing.buffer.tables import StoredTurns, check_layout, columns_of, tables_of
@@ -62,7 +62,7 @@ def pack_resident(
             region = region._replace(stream=torch.cat([torch.cat(intake.ids).int(), logprobs]))
         batch = write_batch(region, tables, (), chosen)
     batch |= {"layout": layout, "num_generated": intake.num_generated}
-    return PackedBatch(**batch, **labels_of(intake.labels))
+    return PackedBatch(**batch, **intake.labels.as_tuples())
 
 
 def _take_in(trajectories: Sequence[Trajectory], layout: Layout) -> ValidatedTurns:
@@ -71,7 +71,7 @@ def _take_in(trajectories: Sequence[Trajectory], layout: Layout) -> ValidatedTur
     for trajectory in trajectories:
         index, tips = -1, list[tuple[torch.Tensor, torch.Tensor]]()
         try:
-            intake.labels.append(checked_labels(trajectory))
+            intake.labels.append(*checked_labels(trajectory))
             for index, turn in enumerate(trajectory.turns):  # noqa: B007 - for the error
                 prompt, completion, logprobs = _tensors(turn, intake.logprobs)
                 take_numbers(intake, turn, len(prompt), len(completion))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy.typing as npt
 
 from trajpack.kernels.runs import MAX_TOKENS, RUN_WIDTH, Run
 from trajpack.packing.batch.batch import Longest
-from trajpack.packing.buffer.chains import TrajectoryLabels, ValidatedTurns
+from trajpack.packing.buffer.chains import Labels, ValidatedTurns
 from trajpack.packing.layout import LAYOUTS, Layout
 from trajpack.packing.token_fields import TokenField
 from trajpack.packing.turn_fields import TURN_FIELDS
@@ -19,8 +18,8 @@ from trajpack.packing.turn_fields import TURN_FIELDS
 Ints: TypeAlias = npt.NDArray[np.int64]
 Words: TypeAlias = npt.NDArray[np.int32]
 
-VERSION_START = [field.attribute for field in TURN_FIELDS].index("version_start")
-TRUNCATED = [field.attribute for field in TURN_FIELDS].index("truncated")
+ATTRIBUTES = {field.attribute: field for field in TURN_FIELDS}
+VERSION_START, TRUNCATED = map(list(ATTRIBUTES).index, ("version_start", "truncated"))
 GROUP_ORDER = {
     "trajectories": "order_of_trajectories",
     "turns": "order_of_turns",
@@ -89,8 +88,7 @@ def columns_of(blocks: Sequence[StoredTurns], fields: Sequence[TokenField]) -> C
     intakes = [block.intake for block in blocks]
 
     def column(name: str) -> Ints:
-        lists = [getattr(intake, name) for intake in intakes]
-        return np.fromiter(chain.from_iterable(lists), np.int64, sum(map(len, lists)))
+        return np.frombuffer(bytearray().join(getattr(of, name) for of in intakes), np.int64)
 
     def of_blocks(values: Iterable[int], counts: Ints) -> Ints:
         return np.fromiter(values, np.int64, len(blocks)).repeat(counts)
@@ -125,8 +123,8 @@ def columns_of(blocks: Sequence[StoredTurns], fields: Sequence[TokenField]) -> C
         sizes=sizes,
         logprobs=in_turns + of_blocks((block.logprobs for block in blocks), num_turns),
         numbers=tuple(
-            np.array([*chain(*(of.numbers[field.attribute] for of in intakes))], field.numpy_dtype)
-            for field in TURN_FIELDS
+            np.frombuffer(bytearray().join(of.numbers[name] for of in intakes), field.numpy_dtype)
+            for name, field in ATTRIBUTES.items()
         ),
         spans=np.array(spans, np.int64).reshape(-1, 4),
         rows=tuple(rows),
@@ -200,7 +198,7 @@ class Tables(NamedTuple):
 
 def tables_of(
     columns: Columns,
-    labels: Sequence[TrajectoryLabels],
+    labels: Labels,
     fields: Sequence[TokenField],
     layout: Layout,
 ) -> Tables:
@@ -312,19 +310,18 @@ def _sources_of(rows: Sequence[Ints], fields: Sequence[TokenField], context: Int
     return sources
 
 
-def _of_labels(
-    labels: Sequence[TrajectoryLabels], columns: Columns, cu_turns: Words
-) -> dict[str, npt.NDArray[Any]]:
+def _of_labels(labels: Labels, columns: Columns, cu_turns: Words) -> dict[str, npt.NDArray[Any]]:
     """Return the tables of trajectories, and the order of their groups."""
-    group_ids, num_groups = number_groups(label.group for label in labels)
-    of_last = columns.numbers[TRUNCATED][cu_turns[1:] - 1].tolist()
-    truncated = [
-        last if label.truncated is None else label.truncated
-        for label, last in zip(labels, of_last, strict=True)
-    ]
+    count = len(columns.num_turns)  # an interrupted call may have left more labels
+    group_ids, num_groups = number_groups(labels.groups[:count])
+    truncated = columns.numbers[TRUNCATED][cu_turns[1:] - 1]
+    given = labels.truncated_as_given[:count]
+    if given.count(None) < count:
+        chosen = np.array(given, np.float64)  # None becomes NaN
+        truncated = np.where(np.isnan(chosen), truncated, chosen == 1)
     return {
-        "turn_discounts": np.array([label.turn_discount for label in labels], np.float64),
-        "truncated": np.array(truncated, np.bool_),
+        "turn_discounts": np.array(labels.turn_discounts[:count], np.float64),
+        "truncated": truncated,
         "group_ids": group_ids,
         **_by_group(group_ids, num_groups, columns.num_turns),
     }
@@ -386,7 +383,7 @@ def by_field(fields: Sequence[TokenField], lengths: Ints) -> dict[str, Ints]:
     return {name: lengths[:, 2 * number : 2 * number + 2] for number, name in enumerate(ragged)}
 
 
-def number_groups(groups: Iterable[str | None]) -> tuple[npt.NDArray[np.int32], int]:
+def number_groups(groups: Sequence[str | None]) -> tuple[npt.NDArray[np.int32], int]:
     """Number groups in order of first appearance; ``None`` is always a group of its own.
 
     Returns:
@@ -396,9 +393,9 @@ def number_groups(groups: Iterable[str | None]) -> tuple[npt.NDArray[np.int32], 
         >>> number_groups(["b", None, "a", "b", None])
         (array([0, 1, 2, 0, 3], dtype=int32), 4)
     """
-    numbers, known, num_groups = list[int](), dict[str, int](), 0
-    for group in groups:
-        number = num_groups if group is None else known.setdefault(group, num_groups)
-        num_groups += number == num_groups
-        numbers.append(number)
-    return np.array(numbers, np.int32), num_groups
+    if groups.count(None) == len(groups):
+        return np.arange(len(groups), dtype=np.int32), len(groups)
+    known: dict[Any, int] = {}
+    names = [place if name is None else name for place, name in enumerate(groups)]
+    numbers = [known.setdefault(name, len(known)) for name in names]
+    return np.array(numbers, np.int32), len(known)

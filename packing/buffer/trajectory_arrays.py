@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajpack.packing.buffer.chains import TrajectoryLabels, copy_numbers, validate_turns
+from trajpack.packing.buffer.chains import Labels, copy_numbers, validate_turns
 from trajpack.packing.conversion import FLOAT32_MAX, as_version_runs, host_tensor
 from trajpack.packing.ragged import Ragged, concatenated, flattened, part
 from trajpack.packing.token_fields import TokenField
@@ -47,7 +47,7 @@ class TrajectoryArrays:
     processes of a node; those that `trajectories` returns are views of them.
     """
 
-    labels: tuple[TrajectoryLabels, ...]
+    labels: Labels
     """Id, group, task, time of birth, discount and end of each trajectory."""
     num_turns: npt.NDArray[np.int64]
     """``[trajectories]``: number of turns."""
@@ -98,7 +98,7 @@ class TrajectoryArrays:
             "num_spans": [len(of_turn) for of_turn in spans],
         }
         return cls(
-            labels=tuple(taken.labels),
+            labels=taken.labels,
             num_turns=np.array(taken.num_turns, np.int64),
             chain_sizes=np.array(taken.chain_sizes, I32),
             tokens=tokens,
@@ -126,15 +126,17 @@ class TrajectoryArrays:
         bounds = pairwise(accumulate(self.num_turns.tolist(), initial=0))
         return [
             Trajectory(
-                id=labels.id,
+                id=name,
                 turns=turns[begin:end],
-                group=labels.group,
-                turn_discount=labels.turn_discount,
-                task_id=labels.task_id,
-                birth_time_ms=labels.birth_time_ms,
-                truncated=labels.truncated,
+                group=group,
+                turn_discount=discount,
+                task_id=task_id,
+                birth_time_ms=birth_time_ms,
+                truncated=truncated,
             )
-            for labels, (begin, end) in zip(self.labels, bounds, strict=True)
+            for (begin, end), name, group, task_id, birth_time_ms, discount, truncated in zip(
+                bounds, *self.labels, strict=True
+            )
         ]
 
     def column(self, name: str) -> npt.NDArray[Any]:
@@ -159,7 +161,7 @@ class TrajectoryArrays:
     @property
     def num_trajectories(self) -> int:
         """Number of trajectories."""
-        return len(self.labels)
+        return len(self.num_turns)
 
     @property
     def num_bytes(self) -> int:
@@ -169,7 +171,8 @@ class TrajectoryArrays:
     def check(self) -> None:
         """Raise a `ValueError` unless a buffer would take these trajectories."""
         num_turns, chain_sizes = self.num_turns.tolist(), self.chain_sizes.tolist()
-        _require(len(num_turns) == len(self.labels), "num_turns is not one of each trajectory")
+        numbered = all(len(of) == len(num_turns) for of in self.labels)
+        _require(numbered, "num_turns is not one of each trajectory")
         _require(min(num_turns, default=1) > 0, "a trajectory has no turns")
         adds_up = sum(num_turns) == len(self.turns) == len(self.numbers)
         _require(adds_up, "num_turns does not add up")
@@ -177,7 +180,7 @@ class TrajectoryArrays:
         _require(sum(chain_sizes) == len(self.tokens), "chain_sizes does not add up to the tokens")
         _require(not self.tokens.size or self.tokens.min() >= 0, "a token id is negative")
         _require(np.isfinite(self.logprobs).all(), "a log-probability is not finite")
-        for number in (*self.numbers.ravel().tolist(), *(one.turn_discount for one in self.labels)):
+        for number in (*self.numbers.ravel().tolist(), *self.labels.turn_discounts):
             _require(abs(number) <= FLOAT32_MAX, "a reward or discount is not finite float32")
         num_chains, num_generated, num_spans = len(chain_sizes), 0, 0
         for turn, numbers in enumerate(self.turns.tolist()):

@@ -20,7 +20,7 @@ import torch
 
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.buffer.buffer import pack
-from trajpack.packing.buffer.chains import TrajectoryLabels
+from trajpack.packing.buffer.chains import Labels
 from trajpack.packing.buffer.trajectory_arrays import TrajectoryArrays, as_array, as_tensor
 from trajpack.packing.conversion import shown
 from trajpack.packing.durable_files import remove_leftovers, replacing
@@ -239,7 +239,7 @@ def _batch_of(arrays: Arrays) -> tuple[PackedBatch, Mapping[str, Any]]:
     fields = tuple(TokenField.from_json(described) for described in host["token_fields"])
     parts: dict[str, Any] = {name: arrays[name] for name in SOURCES}
     sources = TrajectoryArrays(
-        labels=tuple(TrajectoryLabels(*labels) for labels in host["labels"]),
+        labels=Labels(*host["labels"]),
         **parts,
         token_fields=fields,
         rows=tuple(arrays[f"rows.{number}"] for number in range(len(fields))),

@@ -60,7 +60,7 @@ class Row(NamedTuple):
     def of(cls, number: int, record: Record) -> Row:
         """Return the row of a record."""
         arrays, failed = record.arrays, int(record.error is not None)
-        sizes = (len(arrays.labels), len(arrays.turns), len(arrays.tokens))
+        sizes = (arrays.num_trajectories, len(arrays.turns), len(arrays.tokens))
         return cls(number, encoded_text(record.episode), failed, *sizes)
 
     @property

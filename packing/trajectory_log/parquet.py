@@ -73,7 +73,7 @@ def write_parquet(path: Path, records: Iterator[Record], fields: Sequence[TokenF
 def _values(record: Record) -> list[Any]:
     """Return an episode's value in each column."""
     arrays = record.arrays
-    ids, groups, *labels = list(zip(*arrays.labels, strict=True)) or [()] * len(_LABELS)
+    ids, groups, *labels = arrays.labels
     return [
         encoded_text(record.episode),
         None if record.error is None else encoded_text(record.error),

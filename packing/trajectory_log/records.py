@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trajpack.packing.buffer.chains import TrajectoryLabels
+from trajpack.packing.buffer.chains import Labels
 from trajpack.packing.buffer.trajectory_arrays import FLOATS, INTEGERS, TrajectoryArrays
 from trajpack.packing.token_fields import TokenField
 
@@ -53,9 +53,10 @@ class Record(NamedTuple):
 def encoded(record: Record) -> bytes:
     """Return the bytes of a record; a `ValueError` if they exceed `MAX_EPISODE_BYTES`."""
     arrays = record.arrays
+    labels = arrays.labels
     texts = [record.episode, record.error]
-    for one in arrays.labels:
-        texts += (one.id, one.group)
+    for both in zip(labels.ids, labels.groups, strict=True):
+        texts += both
     raw = [None if text is None else encoded_text(text) for text in texts]
     columns = {
         "texts": np.frombuffer(b"".join(text for text in raw if text is not None), np.uint8),
@@ -63,13 +64,19 @@ def encoded(record: Record) -> bytes:
         "trajectories": [
             (
                 count,
-                *_optional(one.task_id),
-                *_optional(one.birth_time_ms),
-                -1 if one.truncated is None else one.truncated,
+                *_optional(task_id),
+                *_optional(birth_time_ms),
+                -1 if truncated is None else truncated,
             )
-            for count, one in zip(arrays.num_turns.tolist(), arrays.labels, strict=True)
+            for count, task_id, birth_time_ms, truncated in zip(
+                arrays.num_turns.tolist(),
+                labels.task_ids,
+                labels.birth_times_ms,
+                labels.truncated_as_given,
+                strict=True,
+            )
         ],
-        "turn_discounts": [one.turn_discount for one in arrays.labels],
+        "turn_discounts": labels.turn_discounts,
         "chain_sizes": arrays.chain_sizes,
         "token_ids": arrays.tokens,
         "turns": arrays.turns,
@@ -135,7 +142,7 @@ def decoded(content: bytes, fields: tuple[TokenField, ...]) -> Record:
         )
         if episode is None:
             raise ValueError("it has no name")
-        if error is not None and arrays.labels:
+        if error is not None and arrays.num_trajectories:
             raise ValueError("a failed episode has trajectories")
         arrays.check()
         return Record(episode, error, arrays)
@@ -182,8 +189,8 @@ def _texts(raw: bytes, sizes: Sequence[int]) -> list[str | None]:
 
 def _labels(
     trajectories: Sequence[Sequence[int]], texts: Sequence[str | None], discounts: Sequence[float]
-) -> tuple[TrajectoryLabels, ...]:
-    labels = []
+) -> Labels:
+    labels = Labels.empty()
     for (_, has_task, task_id, has_birth, birth, truncated), name, group, discount in zip(
         trajectories, texts[::2], texts[1::2], discounts, strict=True
     ):
@@ -192,5 +199,5 @@ def _labels(
             raise ValueError("a trajectory has impossible labels")
         task, moment = (task_id if has_task else None), (birth if has_birth else None)
         cut = None if truncated < 0 else bool(truncated)
-        labels.append(TrajectoryLabels(name, group, task, moment, discount, cut))
-    return tuple(labels)
+        labels.append(name, group, task, moment, discount, cut)
+    return labels

@@ -14,7 +14,7 @@ from trajpack.kernels.fields.build import FIELD_DTYPES
 from trajpack.kernels.fields.gather_fields import gather_fields
 from trajpack.kernels.runs import MAX_TOKENS, RUN_WIDTH, Run, in_tiles
 from trajpack.packing.batch.batch import PackedBatch
-from trajpack.packing.buffer.buffer import TrajectoryBuffer, labels_of, values_of, write_batch
+from trajpack.packing.buffer.buffer import TrajectoryBuffer, values_of, write_batch
 from trajpack.packing.buffer.staging import DeviceRegion
 from trajpack.packing.buffer.tables import Tables, by_field
 from trajpack.packing.conversion import INT32_MAX, shown
@@ -171,7 +171,7 @@ def _tree_of_buffer(
         cu_seqlens=cu_seqlens,
         turn_prompt_node=prompt_nodes,
         fields=of_nodes,
-        entries=Entries(**columns, **labels_of(buffer._labels)),
+        entries=Entries(**columns, **buffer._labels.as_tuples()),
         num_trained=plan.num_trained,
         seqlens=tuple(np.diff(chains.trie.roots).tolist()),
         share=share,

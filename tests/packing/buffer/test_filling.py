@@ -78,16 +78,16 @@ def calls_of(work):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_host_does_the_same_for_a_pack_of_any_size(layout):
     small, large = filled(40), filled(4000)
-    for buffer in (small, large):
-        buffer.pack(layout)
-    few, many = (calls_of(lambda b=buffer: b.pack(layout)) for buffer in (small, large))
-    assert few == many
-    assert 0 < sum(count for _, count in few) < 300
+    filled(2).pack(layout)  # imports
+    for _ in range(2):  # the first pack makes the tables, the second has them
+        few, many = (calls_of(lambda b=buffer: b.pack(layout)) for buffer in (small, large))
+        assert few == many
+        assert 0 < sum(count for _, count in few) < 300
 
 
 def test_a_host_that_does_more_for_more_would_be_noticed():
     small, large = filled(40), filled(4000)
-    few, many = (calls_of(lambda b=b: [int(i) for i in b.pack().ids]) for b in (small, large))
+    few, many = (calls_of(lambda b=b: [b.num_turns for _ in b.pack().ids]) for b in (small, large))
     assert few != many
 
 

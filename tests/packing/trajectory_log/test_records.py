@@ -97,6 +97,10 @@ WRONG = [
 ]  # fmt: skip
 
 
+def first_of(labels, count):
+    return labels._make(column[:count] for column in labels)
+
+
 def test_the_fixture_has_the_expected_tables(record):
     arrays = record.arrays
     assert arrays.turns.tolist() == [list(one) for one in TURNS]
@@ -107,19 +111,19 @@ def test_the_fixture_has_the_expected_tables(record):
 def test_columns_that_disagree_are_damage(record, name, values):
     wrong = {name: np.array(values, getattr(record.arrays, name).dtype)}
     if name == "num_turns":  # of which there is one for each trajectory, else it is not written
-        wrong["labels"] = record.arrays.labels[: len(values)]
+        wrong["labels"] = first_of(record.arrays.labels, len(values))
     with pytest.raises(DamagedLogError):
         decoded(encoded(changed(record, **wrong)), FIELDS)
 
 
 def test_labels_fields_and_texts_that_disagree_are_damage(record):
-    (first, second), rows = record.arrays.labels, record.arrays.rows
+    labels, rows = record.arrays.labels, record.arrays.rows
     for wrong in (
-        {"labels": (first,), "num_turns": np.array([3]), "error": "late"},
-        {"labels": (first,), "num_turns": np.array([2])},
-        {"labels": (first._replace(id=None), second)},
-        {"labels": (first._replace(turn_discount=float("inf")), second)},
-        {"labels": (first._replace(turn_discount=float("nan")), second)},
+        {"labels": first_of(labels, 1), "num_turns": np.array([3]), "error": "late"},
+        {"labels": first_of(labels, 1), "num_turns": np.array([2])},
+        {"labels": labels._replace(ids=[None, "b"])},
+        {"labels": labels._replace(turn_discounts=[float("inf"), 1.0])},
+        {"labels": labels._replace(turn_discounts=[float("nan"), 1.0])},
         {"episode": None},
         {"error": "late"},
         {"rows": (rows[0][:-1], rows[1])},

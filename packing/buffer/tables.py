@@ -76,6 +76,8 @@ class Columns(NamedTuple):
 
     def extended(self, other: Columns) -> Columns:
         """Return these columns and, behind them, those of later calls."""
+        if not len(self.num_turns):
+            return other
         later = other._replace(
             chains=other.chains + len(self.chain_sizes),
             spans=other.spans + np.array([len(self.sizes), 0, 0, 0]),
@@ -162,16 +164,17 @@ def spans_of(columns: Columns) -> Spans:
     """Return the spans of all turns, in the order of the turns."""
     turn, version = np.arange(len(columns.sizes)), columns.numbers[VERSION_START].astype(np.int64)
     start, stop = np.zeros_like(turn), columns.sizes
+    of: slice | Ints = slice(None)
     if len(columns.spans):
         is_plain = np.ones(len(turn), np.bool_)
         is_plain[columns.spans[:, 0]] = False
         plain = np.stack([turn, version, start, stop], 1)[is_plain]
         rows = np.concatenate([plain, columns.spans])
-        turn, version, start, stop = rows[rows[:, 0].argsort(kind="stable")].T
-    chains, begins = columns.chains[turn], columns.begins[turn]
+        of, version, start, stop = rows[rows[:, 0].argsort(kind="stable")].T
+    chains, begins = columns.chains[of], columns.begins[of]
     return Spans(
-        turn, chains, begins + start, begins + stop, version,
-        columns.logprobs[turn] + start, columns.sources[chains],
+        turn[of], chains, begins + start, begins + stop, version,
+        columns.logprobs[of] + start, columns.sources[chains],
     )  # fmt: skip
 
 
@@ -236,7 +239,7 @@ def tables_of(
     arrays = {
         "runs": runs,
         "cu_turns": cu_turns,
-        "cu_seqlens": starts[sequence.searchsorted(np.arange(num_sequences + 1))],
+        "cu_seqlens": starts[cumulative(np.bincount(sequence, minlength=num_sequences))],
         "cu_generated": cu_generated,
         "cu_new": cumulative(turn_spans[:, 1] - turn_begin),
         "turn_sequence": turn_sequence,
@@ -346,7 +349,7 @@ def _by_group(group_ids: Words, num_groups: int, num_turns: Ints) -> dict[str, W
     order, turns = np.arange(len(group_ids)), np.arange(len(owners))
     if (np.diff(group_ids) < 0).any():
         order, turns = narrow.argsort(kind="stable"), narrow[owners].argsort(kind="stable")
-    bounds = group_ids[order].searchsorted(np.arange(num_groups + 1))
+    bounds = cumulative(np.bincount(group_ids, minlength=num_groups))
     tables: dict[str, npt.NDArray[Any]] = {
         "order_of_trajectories": order,
         "order_of_turns": turns,

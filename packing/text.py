@@ -45,3 +45,13 @@ def printable(text: str, keep: str = "") -> str:
         char if char.isprintable() or char in keep else char.encode("unicode_escape").decode()
         for char in text
     )
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless the number is 1.
+
+    Example:
+        >>> counted(1, "turn"), counted(1200, "turn")
+        ('1 turn', '1,200 turns')
+    """
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

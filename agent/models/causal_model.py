@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from trajpack.agent.errors import SetupError
-from trajpack.packing.batch.description import counted
 from trajpack.packing.optional import require
+from trajpack.packing.text import counted
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _TOKENIZER_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from trajpack.kernels.corrections.loss_weights import AGGREGATIONS
-from trajpack.kernels.dispatch import resolve_impl
-from trajpack.kernels.fields.units import UNITS
-from trajpack.kernels.validation import check_choice, check_tensor
-from trajpack.packing.conversion import check_memory
+from trajpack.kernels.validation import check_tensor
+from trajpack.packing.batch.breaks import PrefixBreak, prefix_breaks
+from trajpack.packing.batch.columns import mapped, turn_ends, with_field
+from trajpack.packing.batch.tables import PackTables
 from trajpack.packing.layout import Layout
 from trajpack.packing.micro_batches.alignment import Alignment
 from trajpack.packing.micro_batches.cutting import (
@@ -32,13 +28,13 @@ from trajpack.packing.micro_batches.cutting import (
 from trajpack.packing.micro_batches.labels import LabelMethods
 from trajpack.packing.micro_batches.logprobs import LogprobMethods
 from trajpack.packing.micro_batches.micro_batch import model_inputs, record_storages
-from trajpack.packing.token_fields import TokenField, check_fields
+from trajpack.packing.text import counted
+from trajpack.packing.token_fields import TokenField
 from trajpack.packing.types import Trajectory
 
 if TYPE_CHECKING:
     from trajpack.kernels.corrections.importance_weights import Correction
     from trajpack.kernels.corrections.loss_weights import Aggregation
-    from trajpack.kernels.corrections.slots import Places
     from trajpack.kernels.dispatch import Impl
     from trajpack.kernels.rearrange.select_tokens import Number
     from trajpack.packing.credit.advantages import Own, Unit
@@ -49,72 +45,6 @@ if TYPE_CHECKING:
 SequenceOf: TypeAlias = Literal["trajectory", "turn", "row"]
 """Unit of a sequence mean, see `PackedBatch.loss_weights`."""
 UNALIGNED = Alignment()
-
-
-class GroupOrder(NamedTuple):
-    """Trajectories and turns in the order of their groups, int32 but for computed orders.
-
-    Attributes:
-        trajectories: ``[trajectories]``: a permutation, stable within a group.
-        turns: ``[turns]``: a permutation, stable within a group.
-        owners: ``[turns]``: the trajectory of each turn.
-        cu_trajectories: ``[groups + 1]``: boundaries of the groups in ``trajectories``.
-        cu_turns: ``[groups + 1]``: boundaries of the groups in ``turns``.
-    """
-
-    trajectories: torch.Tensor
-    turns: torch.Tensor
-    owners: torch.Tensor
-    cu_trajectories: torch.Tensor
-    cu_turns: torch.Tensor
-
-
-class Longest(NamedTuple):
-    """Maxima over the trajectories and groups.
-
-    Attributes:
-        generated: Generated tokens of a trajectory.
-        new: Tokens that are new with the turns of a trajectory, from `PackedBatch.turn_begin` on.
-        group: Turns of a group.
-    """
-
-    generated: int = 0
-    new: int = 0
-    group: int = 0
-
-
-class PackTables(NamedTuple):
-    """What packing knows beside the fields of a batch: tables on its device, facts on the host.
-
-    Attributes:
-        runs: int32 ``[runs + 1, 8]``, see `trajpack.kernels.runs.Run`: which turn generated what.
-        cu_new: int32 ``[turns + 1]``: tokens that are new with all turns before each.
-        group_order: Trajectories and turns in the order of their groups.
-        generated_lens: Generated tokens of each sequence.
-        value_lens: Values of each ragged field in each sequence, and generated tokens without any,
-            by name: int64 ``[sequences, 2]``.
-        longest: Maxima.
-        loss_mask: The mask that packing wrote: all generated tokens.
-    """
-
-    runs: torch.Tensor
-    cu_new: torch.Tensor
-    group_order: GroupOrder
-    generated_lens: tuple[int, ...]
-    value_lens: Mapping[str, npt.NDArray[np.int64]]
-    longest: Longest
-    loss_mask: torch.Tensor
-
-    def mapped(
-        self, change: Callable[[torch.Tensor], torch.Tensor], loss_mask: torch.Tensor
-    ) -> PackTables:
-        """Return the tables with other tensors."""
-        return self._replace(
-            runs=change(self.runs),
-            cu_new=change(self.cu_new),
-            group_order=GroupOrder(*map(change, self.group_order)),
-            loss_mask=loss_mask,
-        )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -242,9 +172,8 @@ class PackedBatch(LabelMethods, LogprobMethods):
     def num_prefix_breaks(self) -> int | None:
         """Turns, but a trajectory's first, that began a new chain: a sequence of its own.
 
-        Their prompts do not begin with the turns before them. ``None`` in layout ``"turns"``, where
-        every turn is a sequence. Read from the host. `TreeStatistics.breaks` says where and why
-        each prefix broke.
+        Their prompts do not begin with the turns before them: `prefix_breaks` says where and why.
+        ``None`` in layout ``"turns"``, where every turn is a sequence. Read from the host.
         """
         return len(self) - len(self.ids) if self.layout == "merged" else None
 
@@ -258,22 +187,18 @@ class PackedBatch(LabelMethods, LogprobMethods):
         return len(self.seqlens)
 
     def __repr__(self) -> str:
+        num_breaks = self.num_prefix_breaks or 0
+        breaks = f", {counted(num_breaks, 'prefix break')}" if num_breaks else ""
         versions = "" if self.device.type != "cpu" or not self.num_turns else self._versions()
         return (
             f"PackedBatch({self.layout!r}: {len(self.ids)} trajectories, {self.num_turns} turns "
-            f"in {len(self)} sequences; {self.num_tokens:,} tokens, {self.num_generated:,} "
+            f"in {len(self)} sequences{breaks}; {self.num_tokens:,} tokens, {self.num_generated:,} "
             f"generated; longest {self.max_seqlen:,}{versions}; {self.device})"
         )
 
     def __getstate__(self) -> dict[str, Any]:
         """Return fields that share no memory: pickles and deep copies hold the tensors alone."""
-        copies = {name: tensor.clone() for name, tensor in self.tensors().items()}
-        fields, values = self.compact_fields()
-        fields = {name: rows.clone() for name, rows in fields.items()}
-        mask = copies["loss_mask"] if self._is_whole else self.tables.loss_mask.clone()
-        tables = self.tables.mapped(torch.Tensor.clone, mask)
-        more = {"fields": fields, "ragged_values": values, "tables": tables}
-        return self._values() | copies | more
+        return self._values() | mapped(self, torch.Tensor.clone)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors of the batch by field name, without the extra fields in `fields`."""
@@ -295,21 +220,9 @@ class PackedBatch(LabelMethods, LogprobMethods):
 
         Lengths that are known on the host stay known.
         """
-        moved: dict[str, Any] = {
-            name: tensor.to(device, non_blocking=non_blocking)
-            for name, tensor in self.tensors().items()
-        }
-        if all(moved[name] is tensor for name, tensor in self.tensors().items()):
+        if self.cu_seqlens.to(device) is self.cu_seqlens:
             return self
-        mask = moved["loss_mask"] if self._is_whole else self.tables.loss_mask.to(device)
-        moved["tables"] = self.tables.mapped(
-            lambda table: table.to(device, non_blocking=non_blocking), mask
-        )
-        compact = zip(("fields", "ragged_values"), self.compact_fields(), strict=True)
-        for key, several in compact:
-            moved[key] = {
-                name: one.to(device, non_blocking=non_blocking) for name, one in several.items()
-            }
+        moved = mapped(self, lambda one: one.to(device, non_blocking=non_blocking))
         return dataclasses.replace(self, **moved)
 
     def record_stream(self, stream: torch.Stream) -> None:
@@ -539,19 +452,9 @@ class PackedBatch(LabelMethods, LogprobMethods):
             >>> batch.loss_weights("token_mean")
             tensor([0.0000, 0.5000, 0.5000])
         """
-        from trajpack.kernels.corrections.loss_weights import check_denominator, shares_of
-        from trajpack.kernels.credit.turns import Turns, spread
+        from trajpack.packing.credit.loss_weights import loss_weights
 
-        counts, places = self._units(aggregation, per, truncated)
-        check_denominator(aggregation, denominator, self.device)
-        counts_all = aggregation == "token_mean" and truncated == "keep" and self._is_whole
-        if counts_all and denominator is None:
-            denominator = max(self.num_generated, 1)  # without generated tokens all weights are 0
-        chosen = resolve_impl("loss_weights", impl, self.device)
-        weights = shares_of(aggregation, counts, places, denominator, chosen)
-        if places is None or places.ids is not None:
-            return weights
-        return spread(Turns(self.turn_ids, self.tables.runs), weights, impl=chosen)[0]
+        return loss_weights(self, aggregation, per, truncated, denominator=denominator, impl=impl)
 
     def loss_denominator(
         self,
@@ -577,14 +480,9 @@ class PackedBatch(LabelMethods, LogprobMethods):
         Reference:
             `trajpack.kernels.loss_weights`.
         """
-        from trajpack.kernels.corrections.loss_weights import denominator_of
+        from trajpack.packing.credit.loss_weights import loss_denominator
 
-        counts, places = self._units(aggregation, per, truncated)
-        if aggregation == "constant":
-            raise ValueError(
-                "loss_denominator: aggregation='constant' has the denominator that it is given"
-            )
-        return denominator_of(counts, places)
+        return loss_denominator(self, aggregation, per, truncated)
 
     def importance_weights(
         self,
@@ -615,51 +513,9 @@ class PackedBatch(LabelMethods, LogprobMethods):
         Reference:
             `trajpack.kernels.importance_weights`.
         """
-        from trajpack.kernels.corrections.importance_weights import check_weighed, weigh_tokens
-        from trajpack.kernels.corrections.slots import Places
+        from trajpack.packing.credit.loss_weights import importance_weights
 
-        if per not in ("trajectory", "turn"):
-            raise ValueError(f"importance_weights: per must be 'trajectory' or 'turn', got {per!r}")
-        owners, num_slots = None, self.num_turns
-        if per == "trajectory":
-            owners, num_slots = self.tables.group_order.owners, self.cu_turns.shape[0] - 1
-        places = Places(None, self.turn_ids, owners, self.num_turns, num_slots)
-        tokens = logprobs, self.rollout_logprobs, self.loss_mask
-        check_weighed(*tokens, correction)
-        return weigh_tokens(*tokens, correction, places, metrics=metrics, impl=impl)
-
-    def _units(
-        self, aggregation: str, per: str, truncated: str
-    ) -> tuple[torch.Tensor, Places | None]:
-        """Return what counts tokens, and their slots; see `shares_of`."""
-        from trajpack.kernels.corrections.slots import Places
-
-        check_choice("loss_weights", "aggregation", aggregation, AGGREGATIONS)
-        check_choice("loss_weights", "per", per, get_args(SequenceOf))
-        check_choice("loss_weights", "truncated", truncated, ("keep", "mask"))
-        if per != "trajectory" and not aggregation.startswith("sequence_mean"):
-            raise ValueError(f"loss_weights: aggregation={aggregation!r} takes no per={per!r}")
-        has_slots = aggregation not in ("token_mean", "constant")
-        owners, num_slots, mask = None, self.num_turns, self.loss_mask
-        if per == "row":
-            owners, num_slots = self.turn_sequence, self.cu_seqlens.shape[0] - 1
-        elif per == "trajectory" and has_slots:
-            owners, num_slots = self.tables.group_order.owners, self.cu_turns.shape[0] - 1
-            if aggregation == "prompt_mean":
-                owners = self.group_ids[owners]
-        if truncated == "mask" and self.num_turns:
-            cut_off = self.truncated[self.tables.group_order.owners]
-            if has_slots and owners is None:
-                owners = torch.arange(self.num_turns, dtype=torch.int32, device=self.device)
-            if owners is not None:
-                owners = torch.where(cut_off, -1, owners)
-            else:
-                mask = mask & ~torch.cat([cut_off, cut_off[:1]])[self.turn_ids]
-        if not has_slots:
-            return mask, None
-        if self._is_whole:
-            return self.cu_generated, Places(None, None, owners, self.num_turns, num_slots)
-        return mask, Places(None, self.turn_ids, owners, self.num_turns, num_slots)
+        return importance_weights(self, logprobs, correction, per=per, metrics=metrics, impl=impl)
 
     @property
     def _is_whole(self) -> bool:
@@ -671,15 +527,6 @@ class PackedBatch(LabelMethods, LogprobMethods):
     def value_counts(self) -> dict[str, tuple[int, int]]:
         """Values of each ragged field, and generated tokens without any."""
         return summed(self.tables.value_lens)
-
-    def compact_fields(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Return `fields` and `ragged_values` that hold the values in the order of the tokens."""
-        fields, values = dict(self.fields), {}
-        for name in self.ragged_values:
-            cu, values[name] = self.values_of_tokens(name)
-            counts = fields[name][:, 1]
-            fields[name] = torch.stack([torch.where(counts > 0, cu[:-1], 0), counts], 1)
-        return fields, values
 
     @cached_property
     def host_lengths(self) -> Lengths:
@@ -812,11 +659,22 @@ class PackedBatch(LabelMethods, LogprobMethods):
             >>> trajpack.pack([trajpack.Trajectory("a", turns)]).turn_ends()
             [[2, 4]]
         """
-        sequence = self.turn_sequence.cpu().numpy()
-        ends = self.turn_spans[:, 1].cpu().numpy() - self.host_lengths.starts[sequence]
-        order = np.lexsort((ends, sequence))
-        cuts = np.cumsum(np.bincount(sequence, minlength=len(self)))[:-1]
-        return [part.tolist() for part in np.split(ends[order], cuts)] if len(self) else []
+        return turn_ends(self)
+
+    def prefix_breaks(self) -> tuple[PrefixBreak, ...]:
+        """Return the turns whose prompts do not begin with an earlier turn, and where and why.
+
+        Example:
+            >>> import trajpack
+            >>> turns = [
+            ...     trajpack.Turn([1, 2], [8, 3, 4], [-0.5] * 3),
+            ...     trajpack.Turn([1, 2, 3, 4, 5], [6], [-0.5]),
+            ... ]
+            >>> trajpack.pack([trajpack.Trajectory("a", turns)]).prefix_breaks()
+            (PrefixBreak(trajectory=0, turn=1, history=0, position=2, expected=8, came=3, \
+reason='stripped', removed=1, added=0),)
+        """
+        return tuple(prefix_breaks(self))
 
     def with_field(self, field: TokenField, rows: torch.Tensor) -> PackedBatch:
         """Return the batch with an extra field that was computed after packing.
@@ -842,32 +700,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
             >>> batch.fields["teacher_logprobs"]
             tensor([ 0.,  0., -3.])
         """
-        declared = check_fields([*self.token_fields, field])
-        if field.ragged:
-            raise ValueError(f"field {field.name!r}: a ragged field must be packed")
-        if not isinstance(rows, torch.Tensor) or rows.dtype != field.dtype:
-            got = rows.dtype if isinstance(rows, torch.Tensor) else type(rows).__name__
-            raise TypeError(f"field {field.name!r}: rows must be {field.dtype}, got {got}")
-        expected = (self.num_tokens, *field.shape)
-        if tuple(rows.shape) != expected or rows.device != self.device:
-            raise ValueError(
-                f"field {field.name!r}: rows must have shape {list(expected)} on {self.device}, "
-                f"got {list(rows.shape)} on {rows.device}"
-            )
-        if rows.layout != torch.strided:
-            raise ValueError(f"field {field.name!r}: rows must be dense, got {rows.layout}")
-        try:
-            check_memory(rows)
-        except ValueError as error:
-            raise ValueError(f"field {field.name!r}: rows cannot be read: {error}") from error
-        rows = rows.detach().resolve_conj().resolve_neg()
-        if field.generated_only:
-            is_context = self.prompt_mask.reshape(-1, *[1] * len(field.shape))
-            bits = rows.view(UNITS[field.dtype.itemsize])  # torch fills few dtypes
-            fill = int.from_bytes(field.layout.fill, sys.byteorder, signed=True)
-            rows = bits.masked_fill(is_context, fill).view(field.dtype)
-        fields = {**self.fields, field.name: rows}
-        return dataclasses.replace(self, fields=fields, token_fields=declared)
+        return with_field(self, field, rows)
 
     def _values(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from trajpack.packing.text import counted
+
 if TYPE_CHECKING:
     from trajpack.packing.batch.batch import PackedBatch
 
-Decode: TypeAlias = Callable[[Sequence[int]], str]
-"""Function from token ids to text."""
 Kind: TypeAlias = Literal["prompt", "observation", "generated"]
 
 
@@ -99,13 +98,3 @@ def describe(batch: PackedBatch) -> list[tuple[str, str]]:
         low, high = int(batch.turn_version_start.min()), int(batch.turn_version_end.max())
         rows.append(("policy versions", f"{low}" if low == high else f"{low} to {high}"))
     return rows
-
-
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun, in the plural unless the number is 1.
-
-    Example:
-        >>> counted(1, "turn"), counted(1200, "turn")
-        ('1 turn', '1,200 turns')
-    """
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

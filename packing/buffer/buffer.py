@@ -16,7 +16,8 @@ from trajpack.kernels.fields.build import FIELD_DTYPES, expand_runs, field_of
 from trajpack.kernels.fields.gather_fields import gather_fields
 from trajpack.kernels.scan.credit_scan import credit_scan
 from trajpack.kernels.scan.scan_inputs import Scan
-from trajpack.packing.batch.batch import GroupOrder, PackedBatch, PackTables
+from trajpack.packing.batch.batch import PackedBatch
+from trajpack.packing.batch.tables import GroupOrder, PackTables
 from trajpack.packing.buffer.chains import (
     Labels,
     ValidatedTurns,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trajpack.packing.buffer.breaks import is_retokenized
+from trajpack.packing.batch.breaks import is_retokenized
 from trajpack.packing.conversion import (
     FLOAT32_MAX,
     INT32,

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajpack.kernels.runs import MAX_TOKENS, RUN_WIDTH, Run
-from trajpack.packing.batch.batch import Longest
+from trajpack.packing.batch.tables import Longest
 from trajpack.packing.buffer.chains import Labels, ValidatedTurns
 from trajpack.packing.layout import LAYOUTS, Layout
 from trajpack.packing.token_fields import TokenField

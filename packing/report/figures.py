@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trajpack.kernels.scan.segment_sum import segment_sum
-from trajpack.packing.batch.description import Decode, describe, sequence_spans
+from trajpack.packing.batch.breaks import Decode
+from trajpack.packing.batch.description import describe, sequence_spans
 from trajpack.packing.plan.plan import plan_micro_batches
 from trajpack.packing.plan.ranks import plan_ranks
 from trajpack.packing.plan.units import check_count, round_up
@@ -22,7 +23,7 @@ from trajpack.packing.tree.trie import trie_of
 
 if TYPE_CHECKING:
     from trajpack.packing.batch.batch import PackedBatch
-    from trajpack.packing.buffer.breaks import PrefixBreak
+    from trajpack.packing.batch.breaks import PrefixBreak
 
 Numbers = npt.NDArray[Any]
 

@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trajpack.packing.batch.description import Decode
+from trajpack.packing.batch.breaks import Decode
 from trajpack.packing.durable_files import write_durably
 from trajpack.packing.report.figures import figures_of, page_json, rows_of
 from trajpack.packing.text import one_line

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trajpack.packing.batch.description import Decode, counted
-from trajpack.packing.buffer.breaks import PrefixBreak, Reason, reason_of
+from trajpack.packing.batch.breaks import Decode, PrefixBreak, Reason, reason_of
 from trajpack.packing.buffer.tables import number_groups
-from trajpack.packing.text import one_line
+from trajpack.packing.text import counted, one_line
 from trajpack.packing.tree.trie import Ints, expanded, without_last
 
 if TYPE_CHECKING:

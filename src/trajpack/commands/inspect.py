@@ -11,10 +11,12 @@ from trajpack.agent.models.causal_model import load_tokenizer, model_folder, ref
 from trajpack.commands.panels import chosen_sequences, sequence_panel
 from trajpack.commands.terminal import say, show
 from trajpack.packing.batch.batch import PackedBatch
-from trajpack.packing.batch.description import Decode, counted, describe
+from trajpack.packing.batch.breaks import Decode
+from trajpack.packing.batch.description import describe
 from trajpack.packing.files.storage import load
 from trajpack.packing.report.figures import figures_of
 from trajpack.packing.report.page import without_texts
+from trajpack.packing.text import counted
 from trajpack.packing.tree.pack_tree import tree_of
 from trajpack.packing.tree.statistics import break_rows, describe_tree
 

@@ -11,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from trajpack.packing.batch.batch import PackedBatch
-from trajpack.packing.batch.description import Decode, Kind, Span, counted, sequence_spans
-from trajpack.packing.text import one_line, printable
+from trajpack.packing.batch.breaks import Decode
+from trajpack.packing.batch.description import Kind, Span, sequence_spans
+from trajpack.packing.text import counted, one_line, printable
 
 STYLES: dict[Kind, str] = {"prompt": "cyan", "observation": "yellow", "generated": "bold green"}
 _HEAD_TOKENS, _TAIL_TOKENS, _MAX_SPANS = 96, 32, 24

@@ -26,8 +26,9 @@ from trajpack.agent.runner import run
 from trajpack.agent.runner.runner import EpisodeResult, Progress
 from trajpack.commands.terminal import say, show, writing
 from trajpack.packing.batch.batch import PackedBatch
-from trajpack.packing.batch.description import counted, describe
+from trajpack.packing.batch.description import describe
 from trajpack.packing.buffer.buffer import TrajectoryBuffer
+from trajpack.packing.text import counted
 from trajpack.packing.tree.pack_tree import tree_of
 from trajpack.packing.tree.statistics import describe_tree
 

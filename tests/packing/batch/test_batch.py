@@ -55,8 +55,8 @@ def test_a_batch_says_what_it_holds():
     turns = [Turn([1, 2], [3] * 1500, [0.0] * 1500, version_end=2), Turn([4], [5], [0.0])]
     batch = pack([Trajectory("a", turns)])
     assert repr(batch) == (
-        "PackedBatch('merged': 1 trajectories, 2 turns in 2 sequences; 1,504 tokens, "
-        "1,501 generated; longest 1,502; policy versions 0 to 2; cpu)"
+        "PackedBatch('merged': 1 trajectories, 2 turns in 2 sequences, 1 prefix break; "
+        "1,504 tokens, 1,501 generated; longest 1,502; policy versions 0 to 2; cpu)"
     )
     assert "meta" in repr(batch.to("meta"))
 

@@ -94,7 +94,7 @@ def test_batches_without_tokens_and_devices_without_values_are_fine(name, per):
 def test_wrong_input_is_named():
     batch = pack(some_trajectories(), device="cpu")
     logprobs = torch.zeros(batch.num_tokens)
-    with pytest.raises(ValueError, match="per must be 'trajectory' or 'turn', got 'token'"):
+    with pytest.raises(ValueError, match="per must be one of 'trajectory', 'turn', got 'token'"):
         batch.importance_weights(logprobs, Correction(), per="token")
     for correction in (Correction.tis(), Correction.mis()):
         with pytest.raises(ValueError, match="must have one entry for each of"):

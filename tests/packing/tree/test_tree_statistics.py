@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 from tests.packing.tree import tree_oracle as oracle
 from trajpack import TokenField, Trajectory, Turn, pack, pack_tree
-from trajpack.packing.buffer.breaks import RUN, PrefixBreak, reason_of
+from trajpack.packing.batch.breaks import RUN, PrefixBreak, reason_of
 from trajpack.packing.tree.trie import expanded
 from trajpack.testing import trajectory_lists
 

@@ -1,18 +1,31 @@
-"""`PrefixBreak`: where a prompt left the history of its conversation, and why."""
+"""`PrefixBreak`: where a prompt left the history of its conversation, and why; also in words."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from trajpack.packing.text import counted, one_line
+
+if TYPE_CHECKING:
+    from trajpack.packing.batch.batch import PackedBatch
+
+Decode: TypeAlias = Callable[[Sequence[int]], str]
+"""Function from token ids to text."""
 Tokens: TypeAlias = npt.NDArray[np.integer[Any]]
 Reason: TypeAlias = Literal["stripped", "rewritten", "repeated", "fields", "left"]
 """Why a prefix broke, see `PrefixBreak.reason`."""
 
 RUN = 8
 """Equal tokens after which a prompt counts as back in the history: a power of two."""
+MOST_BREAKS = 8
+"""Breaks that are shown, unless all are asked for."""
 
 
 class PrefixBreak(NamedTuple):
@@ -51,6 +64,60 @@ class PrefixBreak(NamedTuple):
     reason: Reason
     removed: int | None
     added: int | None
+
+
+def prefix_breaks(batch: PackedBatch) -> Iterator[PrefixBreak]:
+    """Yield what `PackedBatch.prefix_breaks` returns."""
+    ids, starts = batch.input_ids.cpu().numpy(), batch.host_lengths.starts
+    compared = [batch.fields[one.name] for one in batch.token_fields if not one.generated_only]
+    columns = [ids, *map(_bits, compared)]
+    ends = batch.turn_spans[:, 1].cpu().numpy() - starts[batch.turn_sequence.cpu().numpy()]
+    prompts = batch.turn_spans[:, 0].tolist()
+    begins, sequences = batch.turn_begin.tolist(), batch.turn_sequence.tolist()
+    for trajectory, (first, end) in enumerate(pairwise(batch.cu_turns.tolist())):
+        for turn in range(first + 1, end):
+            start = int(starts[sequences[turn]])
+            if begins[turn] != start:
+                continue  # it extends a chain
+            length = prompts[turn] - start
+            others = sequences[first:turn]
+            shared_with = {
+                other: _agreeing_from(columns, start, int(starts[other]), length)
+                for other in {*others}
+            }
+            shared = np.minimum([shared_with[other] for other in others], ends[first:turn])
+            position = int(shared.max())  # no later turn adds to what is shared
+            history = int(np.flatnonzero(shared == position)[-1])
+            before = int(starts[others[history]])
+            expected = ids[before + position : before + int(ends[first + history])]
+            came = ids[start + position : start + length]
+            if expected.size or not came.size:
+                yield PrefixBreak(
+                    trajectory,
+                    turn - first,
+                    history,
+                    position,
+                    int(expected[0]) if expected.size else None,
+                    int(came[0]) if came.size else None,
+                    *reason_of(expected, came),
+                )
+
+
+def _bits(rows: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """Return rows ``[tokens, ...]`` as bytes ``[tokens, bytes of a row]``."""
+    host = rows.cpu().reshape(rows.shape[0], -1).contiguous()
+    bits: npt.NDArray[np.uint8] = host.view(torch.uint8).numpy()
+    return bits
+
+
+def _agreeing_from(columns: Sequence[Tokens], one: int, other: int, size: int) -> int:
+    """Return how many of ``size`` tokens from two places on agree in every column."""
+    size = min(size, len(columns[0]) - other)
+    for column in columns:
+        differ = column[one : one + size] != column[other : other + size]
+        differ = differ.reshape(len(differ), -1).any(1)
+        size = int(differ.argmax()) if differ.any() else size
+    return size
 
 
 def reason_of(history: Tokens, prompt: Tokens) -> tuple[Reason, int | None, int | None]:
@@ -119,3 +186,49 @@ def _numbers_of_windows(tokens: Tokens) -> npt.NDArray[np.int64]:
         halves = numbers[:-size] << 32 | numbers[size:] & 0xFFFFFFFF
         numbers, size = np.unique(halves, return_inverse=True)[1], 2 * size
     return numbers
+
+
+def describe_breaks(breaks: Sequence[PrefixBreak], num_continuations: int) -> str:
+    """Return in words how many of the turns but the first ones broke a prefix, by reason."""
+    reasons = Counter(one.reason for one in breaks).most_common()
+    words = ", ".join(f"{count:,} {reason}" for reason, count in reasons)
+    total = f"{len(breaks):,} of {counted(num_continuations, 'continuation')}"
+    return f"{total}: {words}" if words else total
+
+
+def break_rows(
+    breaks: Sequence[PrefixBreak],
+    ids: Sequence[str],
+    decode: Decode | None = None,
+    *,
+    full: bool = False,
+) -> list[tuple[str, str]]:
+    """Return breaks as pairs of a turn and words; the last pair says how many were left out.
+
+    ``ids`` are the names of the trajectories; ``decode`` makes texts of token ids, ``None`` shows
+    the ids alone; with ``full`` no break is left out.
+    """
+    most = len(breaks) if full else MOST_BREAKS
+    rows = [(f"turn {one.turn}", _words(one, ids, decode)) for one in breaks[:most]]
+    left_out = counted(len(breaks) - most, "more break")
+    return [*rows, ("...", left_out)] if len(breaks) > most else rows
+
+
+def _words(one: PrefixBreak, ids: Sequence[str], decode: Decode | None) -> str:
+    def shown(token: int | None) -> str:
+        if token is None:
+            return "nothing"
+        text = "" if decode is None else one_line(decode([token]), max_chars=20)
+        return f"{token} '{text}'" if text else f"{token}"
+
+    words = {
+        "stripped": f"{one.removed} stripped",
+        "rewritten": f"{one.removed} rewritten as {one.added}",
+        "repeated": "the prompt ends there",
+        "fields": "rows of a field differ",
+        "left": "it left the history",
+    }
+    return (
+        f"of {one_line(ids[one.trajectory], max_chars=60)}: at {one.position:,} came "
+        f"{shown(one.came)}, turn {one.history} has {shown(one.expected)}; {words[one.reason]}"
+    )

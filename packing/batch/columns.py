@@ -1,0 +1,83 @@
+"""Columns of a packed batch: all of them changed, one added, and the ends of turns."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from trajpack.kernels.fields.units import UNITS
+from trajpack.packing.conversion import check_memory
+from trajpack.packing.token_fields import TokenField, check_fields
+
+if TYPE_CHECKING:
+    from trajpack.packing.batch.batch import PackedBatch
+
+
+def mapped(batch: PackedBatch, change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+    """Return what every column becomes by ``change``, which copies it, by name.
+
+    `PackedBatch._is_whole` stays as it is, and ragged fields have only the values of the batch.
+    """
+    columns: dict[str, Any] = {name: change(one) for name, one in batch.tensors().items()}
+    mask = columns["loss_mask"] if batch._is_whole else change(batch.tables.loss_mask)
+    columns["tables"] = batch.tables.mapped(change, mask)
+    several = zip(("fields", "ragged_values"), compact_fields(batch), strict=True)
+    for key, tensors in several:
+        columns[key] = {name: change(one) for name, one in tensors.items()}
+    return columns
+
+
+def compact_fields(
+    batch: PackedBatch,
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return `fields` and `ragged_values` that hold the values in the order of the tokens."""
+    fields, values = dict(batch.fields), {}
+    for name in batch.ragged_values:
+        cu, values[name] = batch.values_of_tokens(name)
+        counts = fields[name][:, 1]
+        fields[name] = torch.stack([torch.where(counts > 0, cu[:-1], 0), counts], 1)
+    return fields, values
+
+
+def with_field(batch: PackedBatch, field: TokenField, rows: torch.Tensor) -> PackedBatch:
+    """Implement `PackedBatch.with_field`."""
+    declared = check_fields([*batch.token_fields, field])
+    if field.ragged:
+        raise ValueError(f"field {field.name!r}: a ragged field must be packed")
+    if not isinstance(rows, torch.Tensor) or rows.dtype != field.dtype:
+        got = rows.dtype if isinstance(rows, torch.Tensor) else type(rows).__name__
+        raise TypeError(f"field {field.name!r}: rows must be {field.dtype}, got {got}")
+    expected = (batch.num_tokens, *field.shape)
+    if tuple(rows.shape) != expected or rows.device != batch.device:
+        raise ValueError(
+            f"field {field.name!r}: rows must have shape {list(expected)} on {batch.device}, "
+            f"got {list(rows.shape)} on {rows.device}"
+        )
+    if rows.layout != torch.strided:
+        raise ValueError(f"field {field.name!r}: rows must be dense, got {rows.layout}")
+    try:
+        check_memory(rows)
+    except ValueError as error:
+        raise ValueError(f"field {field.name!r}: rows cannot be read: {error}") from error
+    rows = rows.detach().resolve_conj().resolve_neg()
+    if field.generated_only:
+        is_context = batch.prompt_mask.reshape(-1, *[1] * len(field.shape))
+        bits = rows.view(UNITS[field.dtype.itemsize])  # torch fills few dtypes
+        fill = int.from_bytes(field.layout.fill, sys.byteorder, signed=True)
+        rows = bits.masked_fill(is_context, fill).view(field.dtype)
+    fields = {**batch.fields, field.name: rows}
+    return dataclasses.replace(batch, fields=fields, token_fields=declared)
+
+
+def turn_ends(batch: PackedBatch) -> list[list[int]]:
+    """Implement `PackedBatch.turn_ends`."""
+    sequence = batch.turn_sequence.cpu().numpy()
+    ends = batch.turn_spans[:, 1].cpu().numpy() - batch.host_lengths.starts[sequence]
+    order = np.lexsort((ends, sequence))
+    cuts = np.cumsum(np.bincount(sequence, minlength=len(batch)))[:-1]
+    return [part.tolist() for part in np.split(ends[order], cuts)] if len(batch) else []

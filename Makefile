@@ -193,14 +193,8 @@ bench: $(BENCH_STAMP) ## Time the host path beside other ways; RESULTS=benchmark
 		--benchmark-columns=min,median,rounds $(if $(JSON),--benchmark-json=$(JSON))
 	$(BIN)/python -m benchmarks.plots $(RESULTS)/cpu.json build/benchmarks
 
-.PHONY: bench-gpu
-bench-gpu: ## Time the device path; needs a CUDA device
-	@$(GPU_PYTHON) -c 'import torch; raise SystemExit(None if torch.cuda.is_available() else "bench-gpu: there is no CUDA device here")'
-	PYTHONPATH=src $(GPU_PYTHON) -m pytest benchmarks/*/bench_*_gpu.py -q -W default --results $(RESULTS)
-	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.plots $(RESULTS)/gpu.json build/benchmarks
-
 .PHONY: hardware
-hardware: ## Run all that needs a CUDA device, in two calls of some minutes; CALL=1, REHEARSE=1 without a device
+hardware: ## Run all that needs a CUDA device, in three calls of some minutes; CALL=1, REHEARSE=1 without a device
 	@PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.hardware $(if $(CALL),--call $(CALL)) $(if $(REHEARSE),--rehearse) \
 		$(if $(BASE),--base $(BASE)) $(if $(filter command environment,$(firstword $(origin RESULTS))),--results $(RESULTS))
 

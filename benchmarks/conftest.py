@@ -4,28 +4,22 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks import machine
 from benchmarks.contest import as_record, race
 from benchmarks.report import RESULTS
 from benchmarks.tables import render
-from benchmarks.workloads import Size
 
 RECORDS = pytest.StashKey()
 COLLECTED = pytest.StashKey()
-REHEARSED = 0.0005
 BUILD = machine.ROOT / "build" / "benchmarks"
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--results", default="build/benchmarks", help="folder for cpu.json, gpu.json and plots"
-    )
+    parser.addoption("--results", default="build/benchmarks", help="folder for cpu.json and plots")
     parser.addoption(
         "--update", action="store_true", help="replace contests of committed results by those here"
     )
-    parser.addoption("--rehearse", action="store_true", help="tiny benchmarks of the device, here")
 
 
 def pytest_configure(config):
@@ -35,20 +29,6 @@ def pytest_configure(config):
 
 def pytest_collection_finish(session):
     session.config.stash[COLLECTED] = {item.path for item in session.items}
-
-
-def pytest_collection_modifyitems(config, items):
-    if torch.cuda.is_available() or config.getoption("rehearse"):
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-
-
-@pytest.fixture
-def size(pytestconfig):
-    """Return where benchmarks of the device run, and how large they are."""
-    return Size("cpu", REHEARSED) if pytestconfig.getoption("rehearse") else Size()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -101,7 +81,7 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
     folder = Path(config.getoption("results"))
     terminalreporter.write_line("")
     terminalreporter.write(render(results))
-    part = part_of(config, exitstatus, results["measured"]) if _is_committed(folder) else ""
+    part = part_of(config, exitstatus) if _is_committed(folder) else ""
     if part and config.getoption("update") and not exitstatus:
         results, part = updated(folder, results), ""
     if part:
@@ -109,11 +89,11 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
         folder = BUILD
     path = _write(results, folder)
     for unfinished in (folder, BUILD):
-        (unfinished / f"{results['measured']}_unfinished.json").unlink(missing_ok=True)
+        (unfinished / "cpu_unfinished.json").unlink(missing_ok=True)
     terminalreporter.write_line(f"\nwritten to {path}")
 
 
-def part_of(config, exitstatus, measured):
+def part_of(config, exitstatus):
     """Say why this run is not whole, so that committed results stay; nothing if it is."""
     if exitstatus:
         return "not everything passed"
@@ -121,8 +101,7 @@ def part_of(config, exitstatus, measured):
     if config.getoption("keyword") or chosen:
         return "only some benchmarks were chosen"
     every = set((machine.ROOT / "benchmarks").glob("*/bench_*.py"))
-    wanted = {path for path in every if path.stem.endswith("_gpu") == (measured == "gpu")}
-    left_out = sorted(path.name for path in wanted - config.stash[COLLECTED])
+    left_out = sorted(path.name for path in every - config.stash[COLLECTED])
     return f"{', '.join(left_out)} did not run" if left_out else ""
 
 
@@ -131,7 +110,7 @@ def updated(folder, results):
 
     Each of them says where it comes from, since it is not of the run of the others.
     """
-    whole = json.loads((folder / f"{results['measured']}.json").read_text())
+    whole = json.loads((folder / "cpu.json").read_text())
     described = {name: results[name] for name in ("hardware", "versions", "commit", "command")}
     new = [record | {"described": described} for record in results["contests"]]
     jobs = {record["job"] for record in new}
@@ -145,14 +124,13 @@ def _is_committed(folder):
 
 def _results(config):
     records = config.stash[RECORDS]
-    measured = "gpu" if any("device" in record for record in records) else "cpu"
-    described = machine.describe(_command(config)) | {"measured": measured}
+    described = machine.describe(_command(config)) | {"measured": "cpu"}
     return described | {"contests": records}
 
 
 def _write(results, folder, suffix=""):
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{results['measured']}{suffix}.json"
+    path = folder / f"cpu{suffix}.json"
     path.write_text(json.dumps(results, indent=1) + "\n")
     return path
 

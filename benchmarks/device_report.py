@@ -1,86 +1,119 @@
-"""Benchmarks of a device that ran in parts, as one set of results, and a summary."""
+"""What `make hardware` measured: a page of tables for a reader, and raw tables behind it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from statistics import median
+from typing import Any
 
-from benchmarks.contest import OURS
-from benchmarks.promises import GAE, LOGPROBS, OVER_COLUMNS, PRODUCTS
-from benchmarks.tables import entry_of, is_rival, markdown, provenance, short
+from benchmarks.tables import markdown, milliseconds, provenance
 
 Record = dict[str, Any]
-Times = tuple[float, str, str]
-"""How many times as long as ours a rival takes, its name, and the workload."""
-SAME = ("hardware", "versions")
-OVER = f"{GAE}, against the {OVER_COLUMNS}"
-SHOWN = ("build", GAE, OVER, "importance weights of tokens", "loss weights of sequences")
-"""Jobs that the front page shows, beside those in which another way is faster."""
-
-
+Rows = list[Record]
 UNSHOWN = ("at_s", "copies", "waits", "job")
+WAYS = ("padded", "turns", "merged", "tree")
+"""Ways of a step, from the most tokens to the fewest."""
 
 
-class Summary(NamedTuple):
-    """A job on all workloads."""
-
-    job: str
-    shares: Sequence[float]
-    """Times of the copy over ours."""
-    times: Sequence[Times]
-    """Of the fastest rivals, by GPU time with a cold cache."""
-    wall: Sequence[Times]
-    """Of the fastest rivals by wall time of one call."""
+def calls_of(folder: Path) -> list[Record]:
+    """Return what the calls left, in their order."""
+    return [json.loads(file.read_text()) for file in sorted((folder / "hardware").glob("call*"))]
 
 
-def of_parts(folder: Path) -> list[Record]:
-    """Return the benchmarks of all parts as one set of results; none where no part wrote any.
-
-    A contest that ran on other hardware or with other versions than `make hardware` at last says
-    so itself.
-    """
-    file = folder / "hardware.json"
-    if not file.exists():
-        return []
-    said = json.loads(file.read_text())
-    commits: dict[str, list[str]] = {}
-    contests: list[Record] = []
-    for name in (part["part"] for part in said["parts"]):
-        path = folder / "hardware" / name / "gpu.json"
-        if path.exists():
-            part = json.loads(path.read_text())
-            commits.setdefault(part["commit"], []).append(name)
-            own = {key: part[key] for key in (*SAME, "commit", "command")}
-            alike = all(part[key] == said[key] for key in SAME)
-            contests += [one if alike else one | {"described": own} for one in part["contests"]]
-    commit = ", ".join(f"{one} ({', '.join(names)})" for one, names in commits.items())
-    joined = said | {"measured": "gpu", "commit": commit, "contests": contests}
-    return [joined] if contests else []
+def rows_of(calls: Sequence[Record], item: str) -> Rows:
+    """Return the rows of an item, of the last call that has any; those that failed are left out."""
+    found: Rows = []
+    for call in calls:
+        own = [row for row in call["rows"] if row["item"] == item and "error" not in row]
+        found = own or found
+    return found
 
 
-def outcomes(results: Record, folder: Path) -> str:
-    """Return a table of the parts: how each ended, and how many of its checks passed."""
-    rows = [["part", "outcome", "seconds", "checks passed", "commit"]]
-    for part in results["parts"]:
-        file = folder / "hardware" / f"{part['part']}.json"
-        checks = json.loads(file.read_text())["rows"] if file.exists() else []
-        passed = sum(row["outcome"] == "passed" for row in checks)
-        values = (part["outcome"], part.get("seconds", "-"), passed or "-", part["commit"])
-        rows.append([part["part"], *map(str, values)])
-    return markdown(rows)
+def where(among: Rows, /, **wanted: Any) -> Record:
+    """Return the first row with such values, or nothing; ``of=None`` is of these kernels."""
+    alike = (row for row in among if all(row.get(key) == one for key, one in wanted.items()))
+    return next(alike, {})
 
 
-def of_calls(folder: Path) -> str:
-    """Return what the calls of `make hardware` left: how items ended, and a table of each."""
+def short(workload: str) -> str:
+    """Return a workload's short name."""
+    name, _, rest = workload.partition(": ")
+    return rest if name == "multi-turn" else name
+
+
+def in_short(folder: Path) -> str:
+    """Return the front page's lines of a device."""
+    calls = calls_of(folder)
+    said = [*_head_in_short(rows_of(calls, "logprobs")), *_scans_in_short(rows_of(calls, "scans"))]
+    return "\n".join(f"- {one}" for one in (*said, *map(described, calls[:1])))
+
+
+def _head_in_short(rows: Rows) -> Iterator[str]:
+    ours, none, dense, products = (
+        where(rows, rows=8192, way=way, **{"pass": "both"}).get("cold_ms")
+        for way in ("ours", "nothing kept", "dense", "products")
+    )
+    forward, whole = (
+        where(rows, rows=8192, way=way, **{"pass": "forward"}).get("cold_ms")
+        for way in ("ours", "dense")
+    )
+    if ours and forward:
+        yield (
+            f"**LM head** (8,192 rows, 4,096 wide, 151,936 tokens): both passes {ours:.1f} ms; "
+            f"{none:.1f} without kept logits, {dense:.1f} with all logits at once, {products:.1f} "
+            f"for the three products alone. Forward alone: {forward:.1f} ms against {whole:.1f}."
+        )
+
+
+def _scans_in_short(rows: Rows) -> Iterator[str]:
+    found = [
+        f"{1e3 * took:.1f} µs on {short(row['workload'])} (a copy {1e3 * copy:.1f})"
+        for row in rows
+        if row.get("masked") is False and "of" not in row
+        for took, copy in [(row["cold_ms"], _copy_of(rows, row["workload"]))]
+    ]
+    if found:
+        yield f"**GAE of tokens**: {'; '.join(found)}."
+
+
+def _copy_of(rows: Rows, workload: str) -> float:
+    return float(where(rows, workload=workload, way="copy", of=None).get("cold_ms", 0.0))
+
+
+def page(folder: Path) -> str:
+    """Return the tables of a device for a reader."""
+    calls = calls_of(folder)
+    sections: dict[str, Callable[[Rows], str]] = {
+        "logprobs": _of_head,
+        "step": _of_step,
+        "trees": _of_trees,
+        "scans": _of_scans,
+        "grpo": _of_groups,
+        "weights": _of_weights,
+        "rivals": _of_rivals,
+        "micro-batches": _of_micro_batches,
+        "fields": _of_fields,
+        "host": _of_host,
+    }
+    parts = [described(call) for call in calls]
+    for name, section in sections.items():
+        if rows := rows_of(calls, name):
+            parts.append(section(rows))
+    return "\n\n".join([*parts, _of_checks(calls)])
+
+
+def described(call: Record) -> str:
+    """Return hardware, versions, commit and command of a call."""
+    return f"Call {call['call']}: " + provenance(call | {"measured": "gpu"})
+
+
+def raw(folder: Path) -> str:
+    """Return how items ended, and a table of each."""
     parts = []
-    for file in sorted((folder / "hardware").glob("call*.json")):
-        call = json.loads(file.read_text())
-        parts += [
-            f"## `make hardware`, call {call['call']}",
-            provenance(call | {"measured": "gpu"}),
-        ]
+    for call in calls_of(folder):
+        parts += [f"## `make hardware`, call {call['call']}", described(call)]
         parts.append(_table_of(call["items"]))
         for name in dict.fromkeys(row["item"] for row in call["rows"]):
             own = [row for row in call["rows"] if row["item"] == name]
@@ -102,81 +135,226 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (str, int, float)) or (isinstance(value, list) and len(value) <= 2)
 
 
-def table(results: Record) -> str:
-    """Return a table of all jobs: the share of a copy, and the fastest other way."""
-    head = ["job", "of the copy", "times as fast as the fastest other way", "by wall time"]
-    rows = [
-        [one.job, _span(one.shares, "{:.0%}"), _span_of(one.times), _span_of(one.wall)]
-        for one in summaries(results["contests"])
-    ]
-    return markdown([head, *([cell or "-" for cell in row] for row in rows)])
+def _section(title: str, text: str, *rows: Sequence[str]) -> str:
+    return f"### {title}\n\n{text}\n\n{markdown([list(row) for row in rows])}"
 
 
-def in_short(results: Record) -> str:
-    """Say how fast ours is on the device, how near to a copy, and where another way is faster."""
-    fast, slow = [], []
-    for one in summaries(results["contests"]):
-        if one.job in SHOWN and one.times:
-            near = f" ({_span(one.shares, '{:.0%}')})" if one.shares else ""
-            fast.append(f"{one.job} {_span_of(one.times)}{near}")
-        if behind := [pair for pair in one.times if pair[0] < 1]:
-            names = "`, `".join(dict.fromkeys(name for _, name, _ in behind))
-            some = ", ".join(workload for *_, workload in behind)
-            where = f" on {some}" if len(behind) < len(one.times) else ""
-            span = _span([1 / times for times, *_ in behind])
-            slow.append(f"{one.job} {span} times (`{names}`{where})")
-    gpu = results["hardware"].get("gpu", "the host")
-    said = {
-        f"{gpu}, times as fast as the fastest other way, in GPU time, or wall time of a rival that "
-        "takes more than 0.25 s (in brackets: share of a copy of as many bytes)": fast,
-        f"{gpu}, slower than another way, in GPU time, packing from the host in wall time": slow,
-    }
-    return "\n".join(f"- **{what}**: {'; '.join(jobs)}." for what, jobs in said.items() if jobs)
+def _ms(row: Record, name: str = "cold_ms") -> str:
+    value = row.get(name)
+    return "-" if value is None else milliseconds(min(value) if isinstance(value, list) else value)
 
 
-def summaries(records: Sequence[Record]) -> list[Summary]:
-    """Return a summary of each job; a second one of GAE, beside the loop that trainers have."""
-    found = []
-    for job in dict.fromkeys(one["job"] for one in records):
-        own = [one for one in records if one["job"] == job]
-        shares = [share for one in own if (share := _ours(one).get("of_copy"))]
-        times, wall = (
-            [min(every) for one in own if (every := [*_times(one, kind)])]
-            for kind in ("cold_ms", "wall_ms")
-        )
-        found.append(Summary(job, [] if job == LOGPROBS else shares, times, wall))
-        if job == GAE:
-            times, wall = (
-                [each for one in own for each in _times(one, kind) if each[1] == OVER_COLUMNS]
-                for kind in ("cold_ms", "wall_ms")
+def _us(row: Record) -> str:
+    return "-" if "cold_ms" not in row else milliseconds(1e3 * row["cold_ms"])
+
+
+def _gib(row: Record) -> str:
+    return f"{row['peak_mib'] / 2**10:.1f}" if "peak_mib" in row else "-"
+
+
+def _of_head(rows: Rows) -> str:
+    names = dict.fromkeys(row["way"] for row in rows if "way" in row and "missing" not in row)
+    table = []
+    for count in dict.fromkeys(row["rows"] for row in rows):
+        for name in names:
+            both, forward = (
+                where(rows, rows=count, way=name, **{"pass": kind}) for kind in ("both", "forward")
             )
-            found.append(Summary(OVER, [], times, wall))
-    return found
+            cells = (_ms(both), _ms(forward), _gib(both), str(both.get("launches", "-")))
+            table.append((f"{count:,}", name, *cells, _ms(both, "host_ms")))
+    return _section(
+        "LM head",
+        "Log-probabilities of so many rows, 4,096 wide, of 151,936 tokens, bfloat16: milliseconds "
+        "of GPU time with a cold cache. Dense: all logits at once. Products: the three matrix "
+        "products and nothing else, in chunks of 8,192 tokens.",
+        ("rows", "way", "both passes", "forward", "peak GiB", "launches", "host ms"),
+        *table,
+    )
 
 
-def _ours(record: Record) -> Record:
-    return entry_of(record, OURS) or {}
+def _of_step(rows: Rows) -> str:
+    table = []
+    for name in dict.fromkeys(row["workload"] for row in rows if "way" in row):
+        for way in WAYS:
+            every, few = (
+                where(rows, workload=name, way=way, trained=trained) for trained in (False, True)
+            )
+            cells = (f"{few['tokens']:,}", _ms(every, "ms"), _ms(few, "ms"))
+            table.append((name, way, *cells, _gib(every), _gib(few)))
+    return _section(
+        "A training step",
+        "Forward and backward of 8 layers of Qwen3-0.6B with its LM head, bfloat16, micro-batches "
+        "of 16,384 tokens, the same rollouts four ways; all have the same loss. Rows use torch's "
+        "variable-length FlashAttention, trees FlexAttention. All: the LM head on all rows; "
+        "trained: on those that are trained.",
+        ("rollouts", "way", "tokens", "ms, all", "ms, trained", "GiB, all", "GiB, trained"),
+        *table,
+    )
 
 
-def _times(record: Record, kind: str) -> Iterator[Times]:
-    """Yield what each rival takes; by wall time where one of the two has no other.
+def _of_trees(rows: Rows) -> str:
+    table = []
+    for model, key in (("one layer", "cold_ms"), ("a stack", "ms")):
+        of_model = [row for row in rows if row.get("model") == model]
+        for name in dict.fromkeys(row["workload"] for row in of_model if "workload" in row):
+            tree, merged, turns = (
+                where(of_model, workload=name, way=way) for way in ("tree", "merged", "turns")
+            )
+            tokens = (f"{one['tokens']:,}" for one in (tree, merged, turns))
+            took, other = (_least(one[key]) for one in (tree, merged))
+            fewer = merged["tokens"] / tree["tokens"]
+            share = f"{other / took:.2f} of {fewer:.2f}"
+            times = (_ms(one, key) for one in (tree, merged, turns))
+            table.append((model, name, " / ".join(tokens), " / ".join(times), share))
+    return _section(
+        "Trees",
+        "Forward and backward, bfloat16: attention of one layer of 8 heads of 128, and the 28 "
+        "layers of Qwen3-0.6B without its head. Last column: times as fast as merged rows, of how "
+        "many times fewer tokens. The goal is 0.85 of it. Attention alone gains less: "
+        "FlexAttention takes longer for a token than FlashAttention.",
+        ("model", "rollouts", "tokens: tree / merged / turns", "ms", "gain"),
+        *table,
+    )
 
-    So it is where the host has a part in the job, which brings its input to the device.
-    """
-    ours, kind = _ours(record), "wall_ms" if record.get("sent") else kind
-    for entry in record["entries"]:
-        name = entry["contender"]
-        if ours and entry["best_ms"] and is_rival(name) and name != PRODUCTS:
-            used = kind if entry.get(kind) and ours.get(kind) else "wall_ms"
-            yield entry[used] / ours[used], name, short(record)
+
+def _least(value: float | list[float]) -> float:
+    return min(value) if isinstance(value, list) else value
 
 
-def _span_of(times: Sequence[Times]) -> str:
-    return _span([each for each, *_ in times])
+def _of_scans(rows: Rows) -> str:
+    table = []
+    for name in dict.fromkeys(row["workload"] for row in rows):
+        found = [where(rows, workload=name, way="copy", of=None)]
+        found += [
+            where(rows, workload=name, masked=masked, of=of)
+            for masked in (False, True)
+            for of in (None, "base")
+        ]
+        table.append((short(name), *map(_us, found)))
+    return _section(
+        "GAE of tokens",
+        "µs of GPU time with a cold cache, the longest sequence known, beside a copy of as many "
+        "bytes. Masked: a third of the tokens was not generated. Before: without load-ahead, in "
+        "turn in the same call.",
+        ("workload", "copy", "gae", "before", "masked", "before"),
+        *table,
+    )
 
 
-def _span(values: Sequence[float], form: str = "") -> str:
-    """Return the least and the most; nothing of no values."""
-    ends = (min(values), max(values)) if values else ()
-    forms = [(form or ("{:.2g}" if end < 10 else "{:,.0f}")).format(end) for end in ends]
-    return " to ".join(dict.fromkeys(forms))
+def _of_groups(rows: Rows) -> str:
+    names = dict.fromkeys(row["workload"] for row in rows)
+    table = []
+    for shape in dict.fromkeys(str(row["shape"]) for row in rows):
+        for of in (None, "base"):
+            found = [
+                next((r for r in rows if r["workload"] == name and str(r["shape"]) == shape
+                      and r.get("of") == of), {}) for name in names
+            ]  # fmt: skip
+            label = "as in the library" if shape == "None" else shape.strip("[]")
+            table.append((label, "before" if of else "now", *map(_us, found)))
+    return _section(
+        "GRPO of a batch",
+        "µs, by tokens and threads of a program that writes the tokens' advantages. Now there is "
+        "one launch more, of about 5 µs, for the metrics; groups of up to 16 take a thread each.",
+        ("tokens, threads", "kernels", *map(short, names)),
+        *table,
+    )
+
+
+def _of_weights(rows: Rows) -> str:
+    table = []
+    for way in dict.fromkeys(row["way"] for row in rows):
+        for of in (None, "base"):
+            names = dict.fromkeys(row["workload"] for row in rows)
+            found = [where(rows, workload=n, way=way, of=of) for n in names]
+            if any(found):
+                table.append((way, "before" if of else "now", *map(_us, found)))
+    return _section("Weights and whitening", "µs.", ("way", "kernels", *map(short, names)), *table)
+
+
+def _of_rivals(rows: Rows) -> str:
+    table = []
+    for job in dict.fromkeys(row["job"] for row in rows):
+        for name in dict.fromkeys(row["workload"] for row in rows if row["job"] == job):
+            own = [row for row in rows if (row["job"], row["workload"]) == (job, name)]
+            timed = [row for row in own if "wall_ms" in row]
+            others = [row for row in timed if not row["way"].startswith("trajpack")]
+            ours = where(own, way="trajpack")
+            if ours and others:
+                best = min(others, key=_time)
+                times = f"{_time(best) / _time(ours):.2g}"
+                cells = (milliseconds(1e3 * _time(one)) for one in (ours, best))
+                table.append((job, short(name), *cells, best["way"], times))
+    return _section(
+        "Beside other ways",
+        "µs of the fastest other way. A loop that takes the host longer has wall time.",
+        ("job", "workload", "ours", "other", "other way", "times"),
+        *table,
+    )
+
+
+def _time(row: Record) -> float:
+    return float(row.get("cold_ms", row["wall_ms"]))
+
+
+def _of_micro_batches(rows: Rows) -> str:
+    table = [
+        (
+            row["job"].removeprefix("micro-batches of "), short(row["workload"]), row["way"],
+            _ms(row), _ms(row, "host_ms"), str(row["launches"]),
+            f"{row['select_gb_per_s']:.0f}" if "select_gb_per_s" in row else "-",
+        )
+        for row in rows
+    ]  # fmt: skip
+    return _section(
+        "Micro-batches",
+        "ms of the device and of the host for all micro-batches. A launch moves about 2.4 MB in 7 "
+        "µs, so its rate is 0.3 TB/s; the host takes longer.",
+        ("micro-batches of", "workload", "way", "device", "host", "launches", "GB/s"),
+        *table,
+    )
+
+
+def _of_fields(rows: Rows) -> str:
+    table = [
+        (
+            short(row["workload"]), f"{row['field_bytes'] / 1e6:.0f}", f"{row['extend_ms']:.0f}",
+            _ms(row), f"{row['sent_gb_per_s']:.0f}", f"{row['gather_gb_per_s']:,.0f}",
+        )
+        for row in rows
+    ]  # fmt: skip
+    return _section(
+        "Routed experts",
+        "Fields of 48 layers and 8 experts, uint8; A and 256 x 5 turns, an eighth of each.",
+        ("workload", "MB", "extend ms", "pack ms", "sent GB/s", "gathered GB/s"),
+        *table,
+    )
+
+
+def _of_host(rows: Rows) -> str:
+    table = []
+    for row in rows:
+        first, again = ([one["all"] for one in row[name]] for name in ("pack", "again"))
+        cells = (median(row["extend"]), median(row["add_us"]), median(first), median(again))
+        table.append((short(row["workload"]), f"{row['turns']:,}", *map(milliseconds, cells)))
+    return _section(
+        "Host",
+        "Medians. Extend stores and checks all turns; add stores a trajectory; pack after extend, "
+        "and again without a change.",
+        ("workload", "turns", "extend ms", "add µs", "pack ms", "again ms"),
+        *table,
+    )
+
+
+def _of_checks(calls: Sequence[Record]) -> str:
+    """Say what the tests and tools found."""
+    said = []
+    for row in rows_of(calls, "tests"):
+        said.append(f"- GPU tests: {row['last_line'].strip('= ')}.")
+    for name in ("racecheck of scans", "memcheck"):
+        if rows := [row for row in rows_of(calls, name) if "tool" in row]:
+            clean = all(not row["status"] and not row["told"] for row in rows)
+            found = "nothing found" if clean else "see the raw tables"
+            passed = sum(row["passed"] for row in rows)
+            said.append(f"- compute-sanitizer, {name}: {passed} checks passed, {found}.")
+    return "\n".join(["### Checks", "", *said])

@@ -1,7 +1,7 @@
-"""Everything that needs a CUDA device, in two calls, the most valuable first: `make hardware`.
+"""Everything that needs a CUDA device, in three calls, the most valuable first: `make hardware`.
 
 An item runs in a process of its own, which has a time limit: one that fails or takes too long stops
-no other. Each row is printed as a line of JSON, and is in ``call1.json`` or ``call2.json`` of the
+no other. Each row is printed as a line of JSON, and is in ``call1.json`` to ``call3.json`` of the
 results, as soon as it is known; ``call1.log`` has what an item printed. ``--rehearse`` runs all
 items at tiny sizes on the host. With ``--base`` kernels of another checkout are timed in turn.
 """
@@ -25,7 +25,12 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from benchmarks import hardware_items as items, hardware_models as models, machine
+from benchmarks import (
+    hardware_items as items,
+    hardware_models as models,
+    hardware_rivals as rivals,
+    machine,
+)
 from benchmarks.hardware_items import Row, Setting
 from benchmarks.report import RESULTS
 
@@ -44,12 +49,12 @@ class Item(NamedTuple):
 CALLS = {
     1: [
         Item("rates", 30, items.rates),
-        Item("logprobs", 60, items.logprobs),
+        Item("logprobs", 60, rivals.logprobs),
         Item("trees", 150, models.trees),
         Item("step", 80, models.step),
         Item("grpo", 60, items.grpo),
         Item("scans", 60, items.scans),
-        Item("micro-batches", 45, items.micro_batches),
+        Item("micro-batches", 45, rivals.micro_batches),
         Item("racecheck of scans", 90, items.racecheck),
     ],
     2: [
@@ -61,8 +66,14 @@ CALLS = {
         Item("dense", 25, items.dense),
         Item("memcheck", 60, items.memcheck),
     ],
+    3: [
+        Item("logprobs", 60, rivals.logprobs),
+        Item("grpo", 25, items.grpo),
+        Item("rivals", 90, rivals.rivals),
+        Item("host", 50, items.host),
+    ],
 }
-LIMITS = {1: 350.0, 2: 260.0}
+LIMITS = {1: 350.0, 2: 260.0, 3: 200.0}
 """Seconds of a call. An item that has less than `LEAST_S` left is left out."""
 LEAST_S = 8.0
 WITHIN = {"checks": items.checks, "counted": items.counted}

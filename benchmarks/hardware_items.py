@@ -29,9 +29,7 @@ import numpy as np
 import torch
 
 from benchmarks import machine
-from benchmarks.kernels import gae_job, logprobs_job
-from benchmarks.packing import bench_micro_batches_gpu as micro
-from benchmarks.packing.bench_micro_batches import CASES, by_index
+from benchmarks.kernels import gae_job
 from benchmarks.timing import Work, brief, cold_ms, copy_of
 from benchmarks.workloads import (
     EVEN_SEQUENCES,
@@ -221,29 +219,6 @@ def rates(setting: Setting) -> Iterator[Row]:
                 yield {"programs": programs, "threads": threads} | timed(launch, setting.device)
 
 
-def logprobs(setting: Setting) -> Iterator[Row]:
-    """Log-probabilities, forward and backward and forward alone: ours, dense, products."""
-    width, vocabulary = (64, 500) if setting.rehearse else logprobs_job.PUBLISHED[1:]
-    for rows in (32,) if setting.rehearse else (8192, 2048, 512):
-        given = logprobs_job.inputs(1, (rows, width, vocabulary), setting.device)
-        results = {
-            "ours": partial(logprobs_job.ours, given, entropy=False),
-            "dense": partial(logprobs_job.dense, given, entropy=False),
-        }
-        trained = results | {
-            "nothing kept": partial(logprobs_job.nothing_kept, given, entropy=False)
-        }
-        ways = {name: logprobs_job.with_gradients(given, one) for name, one in trained.items()}
-        pairs = zip(ways["ours"](), ways["nothing kept"](), strict=True)
-        yield {"rows": rows, "same bits": [torch.equal(*pair) for pair in pairs]}
-        ways["products"] = partial(logprobs_job.products, given)
-        for name, way in ways.items():
-            said = {"rows": rows, "pass": "both"}
-            yield from guarded(said | {"way": name}, in_turn({name: way}, setting.device))
-        with torch.no_grad():
-            yield from guarded({"rows": rows, "pass": "forward"}, in_turn(results, setting.device))
-
-
 @beside_base
 def grpo(setting: Setting) -> Iterator[Row]:
     """Yield GRPO's advantages of a batch of A and of C, with other block shapes of the spread."""
@@ -281,22 +256,6 @@ def scans(setting: Setting) -> Iterator[Row]:
             options: Row = {"loss_mask": mask, "max_seqlen": longest, "impl": "triton"}
             work = partial(gae, rewards, values, bounds, **RATES, **options)
             yield {"workload": workload, "masked": masked} | timed(work, setting.device)
-
-
-def micro_batches(setting: Setting) -> Iterator[Row]:
-    """Micro-batches of a batch on the device, each result checked, and the rate of their kernel."""
-    for workload, job in CASES[: 2 if setting.rehearse else None]:
-        scale, device = setting.size.scale, setting.device
-        contest, entrants, moved, _ = micro.contest(job, workload, scale, device)
-        for one in entrants:
-            is_index = getattr(one.work, "func", None) is by_index and workload == A
-            if one.is_ours or is_index:  # others take a launch a sequence
-                contest.check(one.work())
-                row = timed(one.work, device)
-                named = row.get("kernels_us", {}).items()
-                us = sum(took for name, took in named if "select_tokens" in name)
-                row |= {"select_gb_per_s": sum(moved) / us / 1e3} if us else {}
-                yield {"workload": workload, "job": job, "way": one.name, "bytes": moved} | row
 
 
 def checks(setting: Setting) -> Iterator[Row]:

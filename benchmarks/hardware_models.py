@@ -290,24 +290,27 @@ class Model:
 
 
 def stack(setting: Setting, attend: Callable[..., Any]) -> Iterator[Row]:
-    """Forward and backward of a model without its head."""
+    """Forward and backward of a model without its head; the loss is that of trained tokens."""
     model, device = Model(setting, attend, vocab_size=32_000), setting.device
 
-    def mean(hidden: Callable[[Any], torch.Tensor], given: Any) -> torch.Tensor:
-        return hidden(given).float().mean()
+    def of_rows(rows: Rows) -> torch.Tensor:
+        return (model.of_rows(rows).float().mean(1) * rows.trained).sum() / 1000
+
+    def of_tree(tree: TreeBatch) -> torch.Tensor:
+        return (model.of_tree(tree).float().mean(1) * _times_trained(tree)).sum() / 1000
 
     for name, made in (TINY if setting.rehearse else STACK).items():
         trajectories = made()
         tree = pack_tree(trajectories, device=device)
         ways: dict[str, tuple[int, Any, Sequence[Any]]] = {
-            "tree": (tree.num_nodes, model.of_tree, [tree])
+            "tree": (tree.num_nodes, of_tree, [tree])
         }
         for layout in ("merged", "turns"):
             batch = pack(trajectories, layout)
-            ways[layout] = (batch.num_tokens, model.of_rows, cut(batch, CAPACITY, device))
-        for way, (tokens, hidden, pieces) in ways.items():
+            ways[layout] = (batch.num_tokens, of_rows, cut(batch, CAPACITY, device))
+        for way, (tokens, loss, pieces) in ways.items():
             said = {"workload": name, "model": "a stack", "way": way, "tokens": tokens}
-            yield from guarded(said, model.timed([partial(mean, hidden, one) for one in pieces]))
+            yield from guarded(said, model.timed([partial(loss, one) for one in pieces]))
 
 
 # --- a step
@@ -384,6 +387,10 @@ def _loss_of_tree(model: Model, tree: TreeBatch, trained: bool) -> torch.Tensor:
         return -tree.logprobs(hidden, head).sum() / 1000
     nodes = (tree.tree_parent >= 0).nonzero()[:, 0]
     logprobs = token_logprobs(hidden, head, tree.tree_parent[nodes], tree.input_ids[nodes])
-    times = torch.zeros(tree.num_nodes, device=hidden.device)
-    times.index_add_(0, tree.entry_node, torch.ones_like(tree.entry_node, dtype=torch.float32))
-    return -(logprobs * times[nodes]).sum() / 1000
+    return -(logprobs * _times_trained(tree)[nodes]).sum() / 1000
+
+
+def _times_trained(tree: TreeBatch) -> torch.Tensor:
+    """Return how often the token of each node counts in the loss, ``[nodes]``."""
+    times = torch.zeros(tree.num_nodes, device=tree.entry_node.device)
+    return times.index_add_(0, tree.entry_node, torch.ones_like(times[tree.entry_node]))

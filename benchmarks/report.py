@@ -1,6 +1,6 @@
-"""Write the documents' tables from committed results: README.md's and docs/benchmarks/results.md.
+"""Write the documents' tables from committed results: of README.md and docs/benchmarks.
 
-``python -m benchmarks.report`` writes both from ``benchmarks/results``; ``--check`` only says
+``python -m benchmarks.report`` writes them from ``benchmarks/results``; ``--check`` only says
 whether they are what it would write.
 """
 
@@ -20,7 +20,9 @@ from benchmarks.tables import Record, entry_of, provenance, render, short, winne
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
-DOCUMENT = ROOT / "docs" / "benchmarks" / "results.md"
+PAGE = ROOT / "docs" / "benchmarks" / "README.md"
+DOCUMENT = PAGE.with_name("results.md")
+PLOT = "sizes_cpu.png"
 BEGIN = "<!-- speed: begin; written by python -m benchmarks.report -->"
 END = "<!-- speed: end -->"
 LEGEND = (
@@ -32,22 +34,12 @@ LEGEND = (
     "4,000 tokens; B: 64 of 32,768; C: 100,000 of 1 to 64; power law: 2,000 of 200 to 32,768; "
     "256 x 5 and 256 x 32: conversations and their turns."
 )
-DEVICE_LEGEND = (
-    "Milliseconds, medians. Cold and warm: GPU time with the second-level cache flushed or not; "
-    "graph: a replay of the captured call; wall: a call and the wait for it; host: a call without "
-    "the wait; peak: device memory that a call took. Of the copy: the time of a copy in the same "
-    "run over the cold time: on the device as many bytes as must be read and written, or, for "
-    "packing, one from pinned memory of the bytes that are sent. A star: so short (less than 20 "
-    "microseconds) that the launch is what is measured. A dash: not measured, or nothing to "
-    "capture."
-)
 
 
 def load(folder: Path = RESULTS) -> list[Record]:
-    """Return the committed results: the host's; a device's, of one run or of `make hardware`."""
-    host, device = folder / "cpu.json", folder / "gpu.json"
-    found = [json.loads(path.read_text()) for path in (host, device) if path.exists()]
-    return found if device.exists() else [*found, *device_report.of_parts(folder)]
+    """Return the committed results of the host, if there are any."""
+    host = folder / "cpu.json"
+    return [json.loads(host.read_text())] if host.exists() else []
 
 
 def in_short(results: Record) -> str:
@@ -96,11 +88,8 @@ def _slower(results: Record) -> str:
 
 def speed_section(results: Sequence[Record]) -> str:
     """Return README's part between the markers: promises, the device's lines, the hardware."""
-    parts = [BEGIN]
+    parts = []
     for one in results:
-        if one["measured"] == "gpu":
-            parts += [device_report.in_short(one), provenance(one)]
-            continue
         rows = []
         for promise in PROMISES:
             records = [record for record in one["contests"] if record["job"] == promise.job]
@@ -110,7 +99,7 @@ def speed_section(results: Sequence[Record]) -> str:
         if rows:
             parts.append("\n".join(["| | times faster |", "|---|---|", *rows]))
         parts.append(provenance(one))
-    return "\n\n".join([*parts, END])
+    return "\n\n".join([*parts, device_report.in_short(RESULTS)])
 
 
 def document(results: Sequence[Record]) -> str:
@@ -118,33 +107,21 @@ def document(results: Sequence[Record]) -> str:
     parts = ["# Benchmark results", "Written by `python -m benchmarks.report`; [rules](README.md)."]
     for one in results:
         if series(one):
-            parts.append(f"![milliseconds to pack, against tokens]({_plot(one)})")
-        parts += _introduced(one)
-    calls = device_report.of_calls(RESULTS)
-    return "\n\n".join([*parts, calls] if calls else parts) + "\n"
-
-
-def _introduced(results: Record) -> list[str]:
-    if results["measured"] == "gpu":
-        ended = device_report.outcomes(results, RESULTS) if "parts" in results else ""
-        said = [device_report.in_short(results), ended, device_report.table(results), DEVICE_LEGEND]
-    else:
-        said = [in_short(results), LEGEND]
-    return [part for part in (*said, render(results).strip()) if part]
-
-
-def _plot(results: Record) -> str:
-    return f"sizes_{results['measured']}.png"
+            parts.append(f"![milliseconds to pack, against tokens]({PLOT})")
+        parts += [in_short(one), LEGEND, render(one).strip()]
+    return "\n\n".join([*parts, device_report.raw(RESULTS)]) + "\n"
 
 
 def written(results: Sequence[Record]) -> dict[Path, str]:
     """Return what each document is to hold."""
-    readme = README.read_text()
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
-        raise SystemExit(f"{README.name} must hold each marker once: {BEGIN} and {END}")
-    before, rest = readme.split(BEGIN)
-    after = rest.split(END)[1]
-    return {README: before + speed_section(results) + after, DOCUMENT: document(results)}
+    texts = {DOCUMENT: document(results)}
+    for path, section in ((README, speed_section(results)), (PAGE, device_report.page(RESULTS))):
+        text = path.read_text()
+        if text.count(BEGIN) != 1 or text.count(END) != 1:
+            raise SystemExit(f"{path.name} must hold each marker once: {BEGIN} and {END}")
+        before, rest = text.split(BEGIN)
+        texts[path] = "".join([before, BEGIN, f"\n\n{section}\n\n", END, rest.split(END)[1]])
+    return texts
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -157,7 +134,7 @@ def main(arguments: Sequence[str]) -> int:
         for path in stale:
             path.write_text(texts[path])
         for results in filter(series, load()):
-            write_png(results, DOCUMENT.parent / _plot(results))
+            write_png(results, DOCUMENT.parent / PLOT)
         return 0
     for path in stale:
         print(f"{path.relative_to(ROOT)} is not what its results say: python -m benchmarks.report")

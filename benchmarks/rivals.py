@@ -34,9 +34,11 @@ def find(name: str) -> tuple[ModuleType | None, str]:
 def find_file(package: str, file: str) -> tuple[ModuleType | None, str]:
     """Run one file of a package of `peers.txt`, without the package's dependencies.
 
-    Such a package is in a folder of the virtual environment, which `make test` fills.
+    Such a package is in a folder of the virtual environment, which `make test` fills, or in one
+    that Python looks into.
     """
-    path = Path(sys.prefix, "peers", package, file)
+    folders = (Path(sys.prefix, "peers", package), *map(Path, sys.path))
+    path = next((one / file for one in folders if (one / file).exists()), Path(file))
     spec = importlib.util.spec_from_file_location(f"{package}_{path.stem}", path)
     if spec is None or spec.loader is None or not path.exists():
         return None, f"not installed ({package})"

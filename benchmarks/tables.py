@@ -6,25 +6,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.contest import OURS
-from benchmarks.goals import lines
 from benchmarks.promises import LISTS, PACK_ONLY, THREE
 from benchmarks.reasons import reason
 
 SIZES = "cost against size"
 SHOWN_SIZES = 5
-LAUNCH_BOUND_MS = 0.02
-DEVICE_COLUMNS = {
-    "cold_ms": "cold ms",
-    "warm_ms": "warm ms",
-    "graph_ms": "graph ms",
-    "wall_ms": "wall ms",
-    "enqueue_ms": "host ms",
-    "launches": "launches",
-    "copies": "copies",
-    "waits": "waits",
-    "peak_mib": "peak MiB",
-    "of_copy": "of the copy",
-}
 FIRST = (OURS, PACK_ONLY, LISTS, THREE)
 Record = dict[str, Any]
 
@@ -37,10 +23,7 @@ def render(results: Record) -> str:
         of_job = _thinned([record for record in records if record["job"] == job])
         if described := of_job[0].get("described"):  # of another run than the others
             parts.append(provenance(described | {"measured": results["measured"]}))
-        parts.append(_device_tables(of_job) if "device" in of_job[0] else _host_table(of_job))
-    reached = lines(records) if results["measured"] == "gpu" else []
-    if reached:
-        parts.append("**Goals**\n\n" + "\n".join(reached))
+        parts.append(_host_table(of_job))
     return "\n\n".join(parts) + "\n"
 
 
@@ -81,7 +64,7 @@ def _cell(record: Record, name: str) -> str:
     entry = entry_of(record, name)
     if entry is None or entry["best_ms"] is None:
         return "-"
-    shown = f"{_milliseconds(entry['best_ms'])} / {_milliseconds(entry['median_ms'])}"
+    shown = f"{milliseconds(entry['best_ms'])} / {milliseconds(entry['median_ms'])}"
     ours = entry_of(record, OURS)
     if name.startswith(OURS) or ours is None or not ours["best_ms"]:
         return shown
@@ -149,30 +132,6 @@ def _listed(names: dict[str, list[str]]) -> str:
     return "; ".join(f"{name} on {', '.join(where)}" for name, where in names.items())
 
 
-def _device_tables(records: list[Record]) -> str:
-    head = ["workload", "contender", *DEVICE_COLUMNS.values(), "wrote"]
-    rows = []
-    for record in records:
-        for entry in record["entries"]:
-            values = [_measured(entry, column) for column in DEVICE_COLUMNS]
-            rows.append([short(record), entry["contender"], *values, entry["wrote"]])
-        for name, took in record.get("predicted", {}).items():
-            cold = [_milliseconds(took), *["-"] * (len(DEVICE_COLUMNS) - 1)]
-            rows.append([short(record), f"{OURS}, {name}", *cold, "not measured"])
-    parts = [f"**{records[0]['job']}**", markdown([head, *rows]), _notes(records)]
-    return "\n\n".join(part for part in parts if part)
-
-
-def _measured(entry: Record, column: str) -> str:
-    value = entry.get(column)
-    if value is None or entry["best_ms"] is None:
-        return "-"
-    if column == "of_copy":
-        bound = (entry.get("cold_ms") or LAUNCH_BOUND_MS) < LAUNCH_BOUND_MS
-        return f"{value:.0%}{'*' if bound else ''}"
-    return _milliseconds(value) if column.endswith(("_ms", "_mib")) else str(value)
-
-
 def entry_of(record: Record, name: str) -> Record | None:
     """Return a contender's row of a record."""
     return next((entry for entry in record["entries"] if entry["contender"] == name), None)
@@ -195,7 +154,7 @@ def short(record: Record) -> str:
     return behind if before == "multi-turn" else before
 
 
-def _milliseconds(value: float) -> str:
+def milliseconds(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

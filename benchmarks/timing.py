@@ -1,8 +1,8 @@
-"""How long work takes on a device, measured six ways; and the copy that is the limit.
+"""How long work takes on a device; and the copy that is the limit.
 
-On a CUDA device: GPU time with a cold and with a warm second-level cache, replay of a captured
-graph, wall time, time until the host is free again, and what the profiler counts. On the host,
-where all of it is the same, only wall time: so the logic runs anywhere.
+On a CUDA device: GPU time with a cold second-level cache, wall time, time until the host is free
+again, and what the profiler counts. On the host, where all of it is the same, only wall time: so
+the logic runs anywhere.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.contest import Contender
 from trajpack.testing import assert_same_bits
 
 FLUSH_BYTES = 2**28
@@ -24,10 +23,6 @@ were read are dropped by the timed work; lines that were written, it would have 
 MOST_RUNS = 15
 SHARE_S = 0.2
 """Seconds for the runs of each kind."""
-SLOW_S = 0.25
-"""Seconds of a rival's run that is then its only one: of a loop over tokens, say."""
-COUNTED_BELOW = 0.05
-"""Seconds of a run from which a rival's launches are not counted: there are too many."""
 UNKNOWN = {"launches": None, "copies": None, "waits": None}
 MOST_KERNELS = 8
 """Kernels whose times are kept."""
@@ -84,81 +79,24 @@ def _assert_sums(got: torch.Tensor, given: torch.Tensor) -> None:
         assert_same_bits(row, wanted)
 
 
-def on_device_ms(found: dict[str, Any]) -> float:
-    """Return the cold GPU time that `measure` found, or wall time where there is none."""
-    milliseconds: float = found.get("cold_ms") or found["wall_ms"]
-    return milliseconds
-
-
-def sending(num_bytes: int, device: str) -> tuple[Work, Callable[[Any], None]]:
-    """Return one copy of ``num_bytes`` from pinned memory to the device, and its check."""
-    if device == "cpu":
-        copy, check = copy_of(num_bytes, num_bytes, device)
-        return lambda: copy()[0], lambda got: check(got[None])
-    source = torch.arange(max(1, num_bytes // 4), dtype=torch.int32).pin_memory()
-    target = torch.empty_like(source, device=device)
-    return (
-        lambda: target.copy_(source, non_blocking=True),
-        lambda got: assert_same_bits(got.cpu(), source),
-    )
-
-
-def measure(contender: Contender, device: str) -> dict[str, Any]:
-    """Return the median milliseconds of each kind, counts, and the most memory it took.
-
-    ``None`` stands where a kind cannot be had; ``graph_note`` then says why. A rival whose run
-    takes longer than `SLOW_S` has wall time alone, of that run.
-    """
-    work = contender.work
-    runs = _Runs(work, contender.release, torch.cuda.synchronize if device != "cpu" else None)
-    if runs.took > SLOW_S and not contender.is_ours:
-        return {"wall_ms": 1e3 * runs.took}
-    if device == "cpu":
-        return {"wall_ms": runs.median(lambda: _enqueue_and_wall(work, lambda: None)[1])}
-    both = runs.several(lambda: _enqueue_and_wall(work, torch.cuda.synchronize))
-    hidden = _median([enqueued for enqueued, _ in both])
-    cold = runs.median(lambda: _gpu(work, hidden, cold=True))
-    warm = runs.median(lambda: _gpu(work, hidden, cold=False))
-    (peak,) = runs.several(lambda: peak_mib(work), repeats=1)
-    counts: dict[str, Any] = dict(UNKNOWN)
-    if contender.is_ours or runs.took < COUNTED_BELOW:
-        (counts,) = runs.several(lambda: launches(work), repeats=1)
-    if contender.on_host:
-        replay_ms, note = None, "part of the work is the host's"
-    elif counts["waits"] != 0:
-        replay_ms, note = None, f"waits for the device {counts['waits'] or 'perhaps some'} times"
-    else:
-        replay_ms, note = graph_ms(work)
-    return {
-        "cold_ms": cold,
-        "warm_ms": warm,
-        "graph_ms": replay_ms,
-        "graph_note": note,
-        "wall_ms": _median([wall for _, wall in both]),
-        "enqueue_ms": hidden,
-        "peak_mib": peak,
-        **counts,
-    }
-
-
 def cold_ms(work: Work, device: str) -> float:
     """Return the median milliseconds of the device with a cold cache; of the host on the host."""
     if device == "cpu":
-        return _Runs(work, None, None).median(lambda: _enqueue_and_wall(work, lambda: None)[1])
-    runs = _Runs(work, None, torch.cuda.synchronize)
+        return _Runs(work, _nothing).median(lambda: _enqueue_and_wall(work, _nothing)[1])
+    runs = _Runs(work, torch.cuda.synchronize)
     hidden = runs.median(lambda: _enqueue_and_wall(work, torch.cuda.synchronize)[0])
-    return runs.median(lambda: _gpu(work, hidden, cold=True))
+    return runs.median(lambda: _gpu(work, hidden))
 
 
 def brief(work: Work, device: str) -> dict[str, Any]:
     """Return what a call costs in few runs; on the host only wall time."""
     if device == "cpu":
         return {"wall_ms": cold_ms(work, device)}
-    runs = _Runs(work, None, torch.cuda.synchronize)
+    runs = _Runs(work, torch.cuda.synchronize)
     both = runs.several(lambda: _enqueue_and_wall(work, torch.cuda.synchronize))
     hidden = _median([enqueued for enqueued, _ in both])
     return {
-        "cold_ms": runs.median(lambda: _gpu(work, hidden, cold=True)),
+        "cold_ms": runs.median(lambda: _gpu(work, hidden)),
         "wall_ms": _median([wall for _, wall in both]),
         "host_ms": hidden,
         "peak_mib": peak_mib(work),
@@ -178,34 +116,20 @@ def peak_mib(work: Work) -> float:
 
 
 class _Runs:
-    """As many runs, with their releases, as fit `SHARE_S`: 3 to 15, after one not counted."""
+    """As many runs as fit `SHARE_S`: 3 to 15, after one not counted."""
 
-    def __init__(
-        self, work: Work, release: Callable[[], None] | None, wait: Callable[[], None] | None
-    ) -> None:
-        self._release = release
+    def __init__(self, work: Work, wait: Callable[[], None]) -> None:
         begin = time.perf_counter()
         work()
-        if wait:
-            wait()
-        self.took = time.perf_counter() - begin
-        self._released()
+        wait()
         each = time.perf_counter() - begin
         self._repeats = max(3, min(MOST_RUNS, int(SHARE_S / max(each, 1e-9))))
 
-    def several(self, run: Callable[[], Any], repeats: int | None = None) -> list[Any]:
-        results = []
-        for _ in range(repeats or self._repeats):
-            results.append(run())
-            self._released()
-        return results
+    def several(self, run: Callable[[], Any]) -> list[Any]:
+        return [run() for _ in range(self._repeats)]
 
     def median(self, run: Callable[[], float]) -> float:
         return _median(self.several(run))
-
-    def _released(self) -> None:
-        if self._release:
-            self._release()
 
 
 def _enqueue_and_wall(work: Work, wait: Callable[[], None]) -> tuple[float, float]:
@@ -217,15 +141,15 @@ def _enqueue_and_wall(work: Work, wait: Callable[[], None]) -> tuple[float, floa
     return 1e3 * (enqueued - begin), 1e3 * (time.perf_counter() - begin)
 
 
-def _gpu(work: Work, enqueue_ms: float, *, cold: bool) -> float:
+def _gpu(work: Work, enqueue_ms: float) -> float:
     """Time between two events, while the device is kept busy until the host has enqueued all.
 
-    Work that waits for the device is timed with its waiting: it cannot be enqueued ahead.
+    The cache is cold. Work that waits for the device cannot be enqueued ahead, and is timed with
+    its waiting.
     """
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    if cold:
-        _flush()
+    _scratch().sum()  # flushes the cache
     _keep_busy(1.5 * enqueue_ms + 0.05)
     begin.record()
     work()
@@ -234,8 +158,8 @@ def _gpu(work: Work, enqueue_ms: float, *, cold: bool) -> float:
     return begin.elapsed_time(end)
 
 
-def _flush() -> None:
-    _scratch().sum()
+def _nothing() -> None:
+    """Wait for nothing."""
 
 
 _SCRATCH: list[torch.Tensor] = []
@@ -251,26 +175,6 @@ def _keep_busy(milliseconds: float) -> None:
     sleep = getattr(torch.cuda, "_sleep", None)  # cycles; absent in some builds
     if sleep is not None:
         sleep(int(milliseconds * 2e6))  # at 2 GHz or less, so at least as long
-
-
-def graph_ms(work: Work) -> tuple[float | None, str]:
-    """Return the median milliseconds of a replay of the captured work, or None and why not."""
-    graph = torch.cuda.CUDAGraph()
-    try:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            work()  # allocates and compiles before the capture
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            kept = work()
-    except RuntimeError as error:
-        torch.cuda.synchronize()
-        return None, str(error).strip().splitlines()[0][:100]
-    took = _median([_gpu(graph.replay, 0.05, cold=False) for _ in range(MOST_RUNS)])
-    del kept
-    return took, ""
 
 
 def launches(work: Work) -> dict[str, Any]:

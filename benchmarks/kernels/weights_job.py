@@ -14,8 +14,6 @@ from trajpack.testing import boundaries
 
 IMPORTANCE, LOSS = "importance weights of tokens", "loss weights of sequences"
 TUNED = {"tunes_threads": True}
-READ = {IMPORTANCE: 9, LOSS: 10}
-"""Bytes of a token that are read; 4 are written."""
 
 
 def close_to(expected):

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import conftest, device_report, machine, plots, report
 from benchmarks.contest import OURS, Contest, Entry, as_record
-from benchmarks.promises import EXCEPTIONS, LOGPROBS, OVER_COLUMNS, PRODUCTS, PROMISES, broken
+from benchmarks.promises import EXCEPTIONS, PROMISES, broken
 from benchmarks.reasons import PER_CALL, PER_TURN, TRUSTS, reason
 from benchmarks.tables import SIZES, provenance, render, winners
 from tests.benchmarks.contest_cases import results_of
@@ -80,7 +80,7 @@ def test_an_exception_is_a_promise_too():
 
 
 def test_committed_results_of_the_host_keep_the_promises():
-    (host,) = [one for one in report.load() if one["measured"] == "cpu"]
+    (host,) = report.load()
     assert broken(host["contests"]) == []
 
 
@@ -105,8 +105,6 @@ def test_every_rival_that_wins_in_the_committed_results_has_a_reason():
 
 def test_the_limit_is_below_all_others_and_grows_with_size():
     for results in report.load():
-        if results["measured"] == "gpu":
-            continue
         limits = []
         for record in results["contests"]:
             if record["job"] == SIZES:
@@ -121,7 +119,7 @@ def test_committed_results_say_where_they_come_from():
         assert results["hardware"]["processor"]
         assert results["versions"]["torch"]
         assert results["commit"] not in ("", "unknown")
-        assert "pytest benchmarks" in results["command"] or "make hardware" in results["command"]
+        assert "pytest benchmarks" in results["command"]
         for record in results["contests"]:
             for entry in record["entries"]:
                 assert entry["best_ms"] is None or math.isfinite(entry["best_ms"])
@@ -143,6 +141,8 @@ def test_a_document_that_drifted_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(report, "ROOT", tmp_path)
     monkeypatch.setattr(report, "README", drifted)
     monkeypatch.setattr(report, "DOCUMENT", tmp_path / "all.md")
+    monkeypatch.setattr(report, "PAGE", tmp_path / "page.md")
+    (tmp_path / "page.md").write_text(f"{report.BEGIN}\n{report.END}")
     monkeypatch.setattr(plots, "write_png", lambda results, path: None)
     assert report.main(["--check"]) == 1
     assert "README.md is not what its results say" in capsys.readouterr().out
@@ -182,101 +182,60 @@ def test_the_processor_is_named_and_a_gpu_only_where_it_was_measured(measured):
     said = provenance(results)
     assert results["hardware"]["processor"] in said
     assert ("some GPU" in said) == (measured == "gpu")
-    assert report._plot(results) == f"sizes_{measured}.png"
 
 
-# --- the parts of `make hardware`
+# --- the calls of `make hardware`
 
 
-def measured_on_a_device(ours, rivals, job="build", workload="A: a"):
-    """Return a record of cold and wall milliseconds; a rival of one number has wall time alone."""
-
-    def entry(name, cold, wall):
-        measured = {"wall_ms": wall} | ({} if cold is None else {"cold_ms": cold})
-        best = {"best_ms": cold or wall, "median_ms": cold or wall}
-        return {"contender": name, "wrote": "all", "note": "", "rounds": 1} | best | measured
-
-    entries = [entry(OURS, *ours) | {"of_copy": 0.5}]
-    entries += [entry(name, *times) for name, times in rivals.items()]
-    entries.append(entry(COPY, 0.5, 0.5) | {"of_copy": 1.0})
-    return {
-        "job": job, "workload": workload, "tokens": 10, "device": "cuda", "written": 0,
-        "entries": entries,
-    }  # fmt: skip
+def write_call(folder, number, *rows):
+    ended = [{"item": "scans", "outcome": "passed", "seconds": 2.0}]
+    said = results_of(measured="gpu") | {"call": number, "items": ended, "rows": rows}
+    (folder / "hardware").mkdir(exist_ok=True)
+    (folder / "hardware" / f"call{number}.json").write_text(json.dumps(said))
 
 
-def write_parts(folder, **parts):
-    """Write what `make hardware` writes, of parts with their changes to the record of a part."""
-    said = results_of(measured="gpu") | {"command": "make hardware"}
-    ended = [{"part": "sync", "outcome": "stopped after 1 s", "seconds": 1.0, "commit": "older"}]
-    for name, changed in parts.items():
-        ended.append({"part": name, "outcome": "passed", "seconds": 2.0, "commit": "newer"})
-        target = folder / "hardware" / name / "gpu.json"
-        target.parent.mkdir(parents=True)
-        record = measured_on_a_device((2.0, 9.0), {"torch": (4.0, 3.0)}, job=name)
-        target.write_text(json.dumps(said | {"contests": [record], "commit": "newer"} | changed))
-    (folder / "hardware.json").write_text(json.dumps(said | {"parts": ended}))
+def cells_of(text):
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
 
 
-def test_the_parts_of_a_device_are_one_set_of_results(tmp_path):
-    write_parts(tmp_path, build={"commit": "older"}, scans={}, sums={"versions": {"torch": "1.0"}})
-    (results,) = report.load(tmp_path)
-    assert [one["job"] for one in results["contests"]] == ["build", "scans", "sums"]
-    assert "commit older (build), newer (scans, sums); `make hardware`" in provenance(results)
-    others = [line for line in render(results).splitlines() if "torch 1.0" in line]
-    assert len(others) == 1, "what ran with other versions says so"
-    (tmp_path / "gpu.json").write_text(json.dumps(results_of(measured="gpu")))
-    assert report.load(tmp_path)[0]["contests"] == [], "one whole run comes before parts"
-
-
-def test_how_each_part_ended_is_said(tmp_path):
-    write_parts(tmp_path, build={})
-    rows = [{"outcome": "passed"}, {"outcome": "failed: no"}, {"outcome": "passed"}]
-    (tmp_path / "hardware" / "sync.json").write_text(json.dumps({"rows": rows}))
-    table = device_report.outcomes(report.load(tmp_path)[0], tmp_path)
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
-    assert ["sync", "stopped after 1 s", "1.0", "2", "older"] in cells
-    assert ["build", "passed", "2.0", "-", "newer"] in cells
+def scanned(took_ms, **more):
+    return {"item": "scans", "workload": "A: a", "cold_ms": took_ms, "masked": False} | more
 
 
 def test_rows_of_a_call_are_a_table_of_each_item(tmp_path):
-    rows = [
-        {"item": "scans", "workload": "A", "cold_ms": 0.1, "kernels_us": {"scan": 1}, "at_s": 1},
-        {"item": "scans", "workload": "B", "again_ms": [0.2, 0.3]},
+    named = {"kernels_us": {"scan": 1}, "at_s": 1}
+    write_call(
+        tmp_path, 1, scanned(0.1, **named), scanned(0.2, again_ms=[0.2, 0.3]),
         {"item": "step", "error": "no"},
-    ]
-    ended = [{"item": "scans", "outcome": "passed", "seconds": 2.0}]
-    said = results_of(measured="gpu") | {"call": 1, "items": ended, "rows": rows}
-    (tmp_path / "hardware").mkdir()
-    (tmp_path / "hardware" / "call1.json").write_text(json.dumps(said))
-    lines = device_report.of_calls(tmp_path).splitlines()
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    )  # fmt: skip
+    text = device_report.raw(tmp_path)
+    cells = cells_of(text)
     assert ["scans", "passed", "2.0"] in cells
-    assert ["workload", "cold_ms", "again_ms"] in cells
-    assert ["B", "-", "[0.2, 0.3]"] in cells
-    assert "kernels_us" not in str(lines)
+    assert ["A: a", "0.2", "False", "[0.2, 0.3]"] in cells
+    assert "kernels_us" not in text
 
 
-def test_a_device_is_summarised_by_its_fastest_rivals():
-    records = [
-        measured_on_a_device((2.0, 9.0), {"slow": (8.0, 8.0), "fast": (3.0, 9.9)}),
-        measured_on_a_device((2.0, 5.0), {"slow": (None, 500.0)}, workload="B: b"),
-        measured_on_a_device((2.0, 5.0), {OVER_COLUMNS: (20.0, 30.0)}, job=PROMISES[3].job),
-        measured_on_a_device((2.0, 5.0), {"rival": (1.0, 5.0)}, job="sums"),
-        measured_on_a_device((2.0, 5.0), {"rival": (4.0, 5.0)}, job="sums", workload="B: b"),
-        measured_on_a_device((4.0, 5.0), {"dense": (2.0, 6.0), PRODUCTS: (1.0, 1.0)}, job=LOGPROBS),
-        measured_on_a_device((1.0, 6.0), {"by hand": (2.0, 4.0)}, job="pack") | {"sent": True},
-    ]
-    results = results_of(*records, measured="gpu")
-    fast, slow = device_report.in_short(results).splitlines()
-    assert "build 1.5 to 100 (50%); gae of tokens 10 (50%); gae of tokens, against the" in fast
-    assert slow.endswith(
-        f": sums 2 times (`rival` on A); {LOGPROBS} 2 times (`dense`); pack 1.5 times (`by hand`)."
-    )
-    rows = [line.split("|")[1:-1] for line in device_report.table(results).splitlines()]
-    cells = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
-    assert cells["build"] == ["50%", "1.5 to 100", "0.89 to 100"]
-    assert cells[LOGPROBS] == ["-", "0.5", "1.2"]
+def test_the_page_shows_an_item_as_of_the_last_call_that_has_it(tmp_path):
+    copy = {"item": "scans", "workload": "A: a", "way": "copy", "cold_ms": 0.05}
+    write_call(tmp_path, 1, copy, scanned(0.1), scanned(0.3, of="base"))
+    assert ["A", "50", "100", "300", "-", "-"] in cells_of(device_report.page(tmp_path))
+    assert "100.0 µs on A (a copy 50.0)" in device_report.in_short(tmp_path)
+    write_call(tmp_path, 2, {"item": "scans", "error": "no"})
+    assert ["A", "50", "100", "300", "-", "-"] in cells_of(device_report.page(tmp_path))
+    write_call(tmp_path, 3, copy, scanned(0.08))
+    assert ["A", "50", "80", "-", "-", "-"] in cells_of(device_report.page(tmp_path))
+    assert "some GPU" in device_report.page(tmp_path)
+
+
+def test_the_fastest_other_way_stands_beside_ours(tmp_path):
+    def row(way, **took):
+        return {"item": "rivals", "job": "gae", "workload": "A: a", "way": way} | took
+
+    write_call(
+        tmp_path, 1, row("trajpack", cold_ms=0.1, wall_ms=9.0), row("slow", wall_ms=500.0),
+        row("fast", cold_ms=0.05, wall_ms=1.0), row("absent", missing="not installed"),
+    )  # fmt: skip
+    assert ["gae", "A", "100", "50", "fast", "0.5"] in cells_of(device_report.page(tmp_path))
 
 
 # --- results that are whole
@@ -293,8 +252,7 @@ def run_of(**changed):
 
 
 def test_a_run_of_everything_that_passed_is_whole():
-    for measured in ("cpu", "gpu"):
-        assert conftest.part_of(run_of(), 0, measured) == ""
+    assert conftest.part_of(run_of(), 0) == ""
 
 
 @pytest.mark.parametrize(
@@ -307,7 +265,7 @@ def test_a_run_of_everything_that_passed_is_whole():
     ],
 )
 def test_committed_results_stay_where_a_run_is_not_whole(changed, status, said):
-    assert said in conftest.part_of(run_of(**changed), status, "cpu")
+    assert said in conftest.part_of(run_of(**changed), status)
 
 
 def test_contests_of_a_run_of_a_part_replace_those_of_their_jobs_and_say_where_they_come_from(

@@ -29,8 +29,9 @@ def test_a_front_page_is_short(page, most):
     assert len((ROOT / page).read_text().splitlines()) <= most
 
 
-def test_the_picture_shows_what_pack_returns():
-    script = ROOT / "docs" / "pictures" / "three_turns.py"
+@pytest.mark.parametrize("name", ["three_turns", "step"])
+def test_pictures_show_what_pack_returns_and_what_was_measured(name):
+    script = ROOT / "docs" / "pictures" / f"{name}.py"
     drawn = runpy.run_path(str(script))["picture"]()
     assert drawn == script.with_suffix(".svg").read_text()
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 import torch
 
 from trajpack.kernels.validation import check_tensor
-from trajpack.packing.batch.breaks import PrefixBreak, prefix_breaks
+from trajpack.packing.batch.breaks import Decode, PrefixBreak, prefix_breaks
 from trajpack.packing.batch.columns import mapped, turn_ends, with_field
 from trajpack.packing.batch.tables import PackTables
 from trajpack.packing.layout import Layout
@@ -28,6 +28,7 @@ from trajpack.packing.micro_batches.cutting import (
 from trajpack.packing.micro_batches.labels import LabelMethods
 from trajpack.packing.micro_batches.logprobs import LogprobMethods
 from trajpack.packing.micro_batches.micro_batch import model_inputs, record_storages
+from trajpack.packing.optional import require
 from trajpack.packing.text import counted
 from trajpack.packing.token_fields import TokenField
 from trajpack.packing.types import Trajectory
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from trajpack.kernels.corrections.loss_weights import Aggregation
     from trajpack.kernels.dispatch import Impl
     from trajpack.kernels.rearrange.select_tokens import Number
+    from trajpack.packing.batch.show import Order
     from trajpack.packing.credit.advantages import Own, Unit
     from trajpack.packing.credit.estimators import Estimator
     from trajpack.packing.micro_batches.micro_batch import MicroBatch
@@ -660,6 +662,37 @@ class PackedBatch(LabelMethods, LogprobMethods):
             [[2, 4]]
         """
         return turn_ends(self)
+
+    def show(
+        self,
+        sequences: int = 2,
+        *,
+        decode: Decode | None = None,
+        name: str | None = None,
+        group: str | None = None,
+        order: Order = "batch",
+        full: bool = False,
+    ) -> None:
+        """Print counts, some sequences by role, and broken prefixes, as ``trajpack inspect`` does.
+
+        Args:
+            sequences: Sequences to print, with rewards, returns and mean advantages of their turns.
+            decode: Function from token ids to text, such as ``tokenizer.decode``; ``None`` prints
+                the ids.
+            name: Only those of the trajectory with this name.
+            group: Only those of this group.
+            order: ``"batch"``, or ``"best"`` or ``"worst"`` summed rewards first.
+            full: Whether to print all tokens and all breaks; else long spans are cut short.
+
+        Raises:
+            ModuleNotFoundError: If rich, of ``trajpack[cli]``, is not installed.
+            ValueError: If there is no such trajectory, group or order.
+        """
+        require("rich")
+        from trajpack.packing.batch.show import show
+
+        chosen: dict[str, Any] = {"name": name, "group": group, "order": order}
+        show(self, sequences, "PackedBatch", decode=decode, full=full, **chosen)
 
     def prefix_breaks(self) -> tuple[PrefixBreak, ...]:
         """Return the turns whose prompts do not begin with an earlier turn, and where and why.

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from trajpack.packing.text import counted
 
 if TYPE_CHECKING:
     from trajpack.packing.batch.batch import PackedBatch
 
+Ints: TypeAlias = npt.NDArray[np.int64]
 Kind: TypeAlias = Literal["prompt", "observation", "generated"]
 
 
@@ -97,4 +100,47 @@ def describe(batch: PackedBatch) -> list[tuple[str, str]]:
         )
         low, high = int(batch.turn_version_start.min()), int(batch.turn_version_end.max())
         rows.append(("policy versions", f"{low}" if low == high else f"{low} to {high}"))
+    return rows
+
+
+def shared_prefixes(batch: PackedBatch) -> Ints:
+    """Return how many first tokens of each sequence a tree takes from another one, int64.
+
+    Of sequences with a common prefix, the first by token ids has all of its tokens.
+    """
+    lengths, starts = batch.host_lengths
+    words = batch.input_ids.cpu().numpy().astype(">u4")  # bytes compare as their tokens do
+    rows = np.split(words, starts[1:])
+    order = sorted(range(len(lengths)), key=lambda one: rows[one].tobytes())
+    shared = np.zeros_like(lengths)
+    for before, one in pairwise(order):
+        size = min(len(rows[before]), len(rows[one]))
+        differ = rows[before][:size] != rows[one][:size]
+        shared[one] = differ.argmax() if differ.any() else size
+    return shared
+
+
+def token_counts(batch: PackedBatch) -> dict[str, int]:
+    """Return the tokens of the batch, of the layouts, of a tree and of padded rows."""
+    starts = batch.host_lengths.starts[batch.turn_sequence.cpu().numpy()]
+    ends = batch.turn_spans[:, 1].cpu().numpy()
+    return {
+        "turns": int((ends - starts).sum()),
+        "merged": int((ends - batch.turn_begin.cpu().numpy()).sum()),
+        "tree": batch.num_tokens - int(shared_prefixes(batch).sum()),
+        "padded": batch.max_seqlen * len(batch),
+        "packed": batch.num_tokens,
+    }
+
+
+def saved_rows(tokens: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Return what packing saved, of `token_counts`, as pairs of a name and a value in words."""
+    rows = []
+    for name, label in (("turns", "every turn with its whole prompt"), ("padded", "padded rows")):
+        if tokens[name] > tokens["packed"]:
+            saved = 1 - tokens["packed"] / tokens[name]
+            rows.append((f"saved against {label}", f"{saved:.0%} of {tokens[name]:,} tokens"))
+    if tokens["tree"] < tokens["packed"]:
+        saved = 1 - tokens["tree"] / tokens["packed"]
+        rows.append(("a tree would save another", f"{saved:.0%}: {tokens['tree']:,} nodes"))
     return rows

@@ -143,10 +143,9 @@ def test_a_tree_is_saved_as_merged_and_reported(batch_file: Path, tmp_path: Path
     tree = load_tree(out)
     assert tree.num_nodes < batch.num_tokens
     said = " ".join(done.stdout.split())
-    assert f"{tree.num_nodes:,} nodes in {len(tree)} tree" in said
-    assert "0 of 4 continuations" in said
-    assert "nodes in" not in call("rollout", *SMALL, "--force", "--out", out).stdout
-    assert f"{tree.num_nodes:,} nodes in" in call("inspect", out, "--sequences", 0).stdout
+    assert f"{tree.num_nodes:,} nodes" in said
+    assert "nodes" not in call("rollout", *SMALL, "--force", "--out", out).stdout
+    assert f"{tree.num_nodes:,} nodes" in call("inspect", out, "--sequences", 0).stdout
 
 
 def test_inspect_shows_where_prefixes_broke(batch_file: Path, tmp_path: Path) -> None:
@@ -185,7 +184,7 @@ def test_inspect_shows_each_span_with_its_kind_and_text(batch_file: Path) -> Non
     assert "\x1b" not in done.stdout
     assert "4 in 2 groups" in done.stdout
     assert "sequence 0: sum-0@0 of group sum-0" in done.stdout
-    assert "3 more sequences; --sequences 4 shows all" in done.stdout
+    assert "3 more sequences, of 4" in done.stdout
     kinds = re.findall(r"^│ +(prompt|observation|generated) ", done.stdout, re.MULTILINE)
     assert kinds == ["prompt", "generated", "observation", "generated"]
     assert f"{arithmetic_questions(2, seed=0)[0].text}<|im_end|>" in done.stdout

@@ -169,8 +169,7 @@ def inspect_batch(
     if as_json:
         inspect_as_json(file)
     else:
-        chosen = {"name": name, "group": group, "order": order}
-        inspect_file(file, tokenizer, chosen, most=sequences, full=full)
+        inspect_file(file, tokenizer, sequences, name=name, group=group, order=order, full=full)
 
 
 _CAPACITY = "Tokens of a micro-batch. [default: twice the longest sequence]"

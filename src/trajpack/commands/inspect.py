@@ -8,39 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from trajpack.agent.models.causal_model import load_tokenizer, model_folder, refused
-from trajpack.commands.panels import chosen_sequences, sequence_panel
-from trajpack.commands.terminal import say, show
+from trajpack.commands.terminal import say
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.batch.breaks import Decode
-from trajpack.packing.batch.description import describe
+from trajpack.packing.batch.show import show
 from trajpack.packing.files.storage import load
 from trajpack.packing.report.figures import figures_of
 from trajpack.packing.report.page import without_texts
 from trajpack.packing.text import counted
-from trajpack.packing.tree.pack_tree import tree_of
-from trajpack.packing.tree.statistics import break_rows, describe_tree
 
 
-def inspect_file(
-    file: Path, tokenizer: str | None, chosen: dict[str, Any], *, most: int, full: bool
-) -> None:
-    """Show a summary of a batch and ``most`` sequences of those of `chosen_sequences`."""
-    batch = load_batch(file)
-    with refused(""):
-        sequences = chosen_sequences(batch, **chosen)
-    has_tree = batch.layout == "merged" and batch.num_turns
-    tree = tree_of(batch).statistics() if has_tree else None
-    has_breaks = tree is not None and len(tree.breaks) > 0
-    decode = None
-    if sequences[:most] or has_breaks:
+def inspect_file(file: Path, tokenizer: str | None, most: int, **chosen: Any) -> None:
+    """Print what `PackedBatch.show` prints of a saved batch."""
+    batch, decode = load_batch(file), None
+    if (most and len(batch)) or batch.num_prefix_breaks:
         decode = decoder_of(batch, file.with_suffix(".tokenizer"), tokenizer)
-    panels = [sequence_panel(batch, one, decode, full=full) for one in sequences[:most]]
-    rest = counted(len(sequences) - most, "more sequence")
-    lines = [f"{rest}; --sequences {len(sequences)} shows all"] * (most < len(sequences))
-    rows = [*describe(batch), *(describe_tree(tree) if tree else [])]
-    show(file.name, rows, *panels, *lines)
-    if tree is not None and has_breaks:
-        show("prefix breaks", break_rows(tree, batch.ids, decode, full=full))
+    with refused(""):
+        show(batch, most, file.name, decode=decode, **chosen)
 
 
 def inspect_as_json(file: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from trajpack.agent.models.causal_model import refused
 from trajpack.commands.inspect import load_batch
-from trajpack.commands.terminal import show
+from trajpack.packing.batch.show import print_table
 from trajpack.packing.plan.plan import Plan, plan_micro_batches
 from trajpack.packing.plan.ranks import plan_ranks
 
@@ -51,4 +51,4 @@ def plan_file(
         each = [f"{int(plan.loads.sum()):,}" for plan in plans]
         rows["largest rank"] = f"{figures.rank_token_imbalance:.3f} times the mean in tokens"
         rows[f"tokens of {ranks} ranks"] = ", ".join(each)
-    show(file.name, rows.items())
+    print_table(file.name, rows.items())

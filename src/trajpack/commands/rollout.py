@@ -24,13 +24,16 @@ from trajpack.agent.rollout.rollout import Rollout, prepare_rollout
 from trajpack.agent.rollout.settings import LayoutName, RolloutSettings
 from trajpack.agent.runner import run
 from trajpack.agent.runner.runner import EpisodeResult, Progress
-from trajpack.commands.terminal import say, show, writing
+from trajpack.commands.terminal import say, writing
 from trajpack.packing.batch.batch import PackedBatch
-from trajpack.packing.batch.description import describe
+from trajpack.packing.batch.description import (
+    describe,
+    saved_rows,
+    token_counts,
+)
+from trajpack.packing.batch.show import print_table
 from trajpack.packing.buffer.buffer import TrajectoryBuffer
 from trajpack.packing.text import counted
-from trajpack.packing.tree.pack_tree import tree_of
-from trajpack.packing.tree.statistics import describe_tree
 
 if TYPE_CHECKING:
     from trajpack.agent.observability.metrics import RolloutMetrics
@@ -124,7 +127,7 @@ def _roll_out(prepared: Rollout, layout: LayoutName, out: Path, *, saved: list[P
         if settings.model is None:
             lines.append("The tiny model has random weights: a right answer is luck.")
         lines.append(f"Look at it with: trajpack inspect {out}")
-        show(f"{len(results):,} of {total:,} episodes", rows, *lines)
+        print_table(f"{len(results):,} of {total:,} episodes", rows, *lines)
         if ended:
             raise SetupError(ended)
     return status
@@ -220,8 +223,10 @@ def _served_metrics(port: int) -> RolloutMetrics:
 
 def batch_rows(batch: PackedBatch, layout: LayoutName) -> list[tuple[str, str]]:
     """Return what a report says of a batch, and of its tree if the layout asked for is that."""
-    tree = describe_tree(tree_of(batch).statistics()) if layout == "tree" else []
-    return [*describe(batch), *tree]
+    rows = describe(batch)
+    if layout == "tree":
+        rows += saved_rows(token_counts(batch))
+    return rows
 
 
 def report(

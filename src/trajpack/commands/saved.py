@@ -12,7 +12,8 @@ from trajpack.agent.rollout.files import save_rollout
 from trajpack.agent.rollout.settings import LayoutName
 from trajpack.commands.inspect import decoder_of, load_batch
 from trajpack.commands.rollout import batch_rows
-from trajpack.commands.terminal import show, writing
+from trajpack.commands.terminal import writing
+from trajpack.packing.batch.show import print_table
 from trajpack.packing.buffer.buffer import TrajectoryBuffer
 from trajpack.packing.files.storage import save
 from trajpack.packing.report.page import write_report
@@ -40,7 +41,7 @@ def replay_log(folder: Path, out: Path | None, layout: LayoutName, device: str) 
             save(batch, out) if tokenizer is None else save_rollout(batch, tokenizer, out)
     rows += [(f"failed {count:,}", reason) for reason, count in failures.most_common(5)]
     lines = [f"batch      {out}", f"Look at it with: trajpack inspect {out}"]
-    show(folder.name, rows, *(lines if out is not None else []))
+    print_table(folder.name, rows, *(lines if out is not None else []))
 
 
 def report_source(source: Path, out: Path, tokenizer: str | None, **options: Any) -> None:
@@ -57,4 +58,4 @@ def report_source(source: Path, out: Path, tokenizer: str | None, **options: Any
         with writing(out):
             figures = write_report(batch, out, **options, decode=decode, title=source.name)
     page, numbers = f"page       {out}", f"numbers    {out.with_suffix('.json')}"
-    show(source.name, figures["saved"], page, numbers)
+    print_table(source.name, figures["saved"], page, numbers)

@@ -1,32 +1,86 @@
-"""Sequences of a packed batch, chosen and drawn in a terminal."""
+"""What a packed batch holds, printed for a person: counts, sequences by role, broken prefixes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import numpy as np
+from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from trajpack.packing.batch.batch import PackedBatch
-from trajpack.packing.batch.breaks import Decode
-from trajpack.packing.batch.description import Kind, Span, sequence_spans
+from trajpack.kernels.validation import check_choice, check_integer
+from trajpack.packing.batch.breaks import Decode, break_rows, describe_breaks
+from trajpack.packing.batch.description import (
+    Kind,
+    Span,
+    describe,
+    saved_rows,
+    sequence_spans,
+    token_counts,
+)
 from trajpack.packing.text import counted, one_line, printable
 
+if TYPE_CHECKING:
+    from trajpack.packing.batch.batch import PackedBatch
+
+Order: TypeAlias = Literal["batch", "best", "worst"]
+"""Order of sequences: that of the batch, or by the summed rewards of their trajectories."""
 STYLES: dict[Kind, str] = {"prompt": "cyan", "observation": "yellow", "generated": "bold green"}
 _HEAD_TOKENS, _TAIL_TOKENS, _MAX_SPANS = 96, 32, 24
 
 
-def chosen_sequences(
+def show(
     batch: PackedBatch,
+    sequences: int,
+    title: str,
     *,
-    name: str | None = None,
-    group: str | None = None,
-    order: Literal["batch", "best", "worst"] = "batch",
+    decode: Decode | None,
+    name: str | None,
+    group: str | None,
+    order: Order,
+    full: bool,
+) -> None:
+    """Implement `PackedBatch.show`; ``title`` stands above the counts."""
+    check_integer("show", "sequences", sequences)
+    check_choice("show", "order", order, get_args(Order))
+    host = batch.to("cpu")
+    chosen, breaks = chosen_sequences(host, name, group, order), host.prefix_breaks()
+    rows = [*describe(host), *saved_rows(token_counts(host))]
+    if num_continuations := host.num_turns - len(host.ids):
+        rows.append(("prefix breaks", describe_breaks(breaks, num_continuations)))
+    panels = [sequence_panel(host, one, decode, full=full) for one in chosen[:sequences]]
+    num_left = len(chosen) - len(panels)
+    rest = [f"{counted(num_left, 'more sequence')}, of {len(chosen):,}"] if num_left else []
+    print_table(title, rows, *panels, *rest)
+    if breaks:
+        print_table("prefix breaks", break_rows(breaks, host.ids, decode, full=full))
+
+
+def print_table(title: str, rows: Iterable[tuple[str, str]], *others: Panel | str) -> None:
+    """Print pairs of a name and a value as a table; then panels, and lines of text."""
+    table = Table(title=Text(printable(title)), show_header=False, title_justify="left")
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for name, value in rows:
+        table.add_row(name, Text(printable(value)))
+    console = Console(highlight=False, emoji=False)
+    console.width = min(console.width, 1000)  # that of the terminal may be anything
+    console.print(table)
+    for other in others:
+        if isinstance(other, str):  # not wrapped, so that paths can be copied
+            console.print(Text(printable(other)), soft_wrap=True)
+        else:
+            console.print(other)
+
+
+def chosen_sequences(
+    batch: PackedBatch, name: str | None = None, group: str | None = None, order: Order = "batch"
 ) -> list[int]:
-    """Return the sequences of trajectories in order of the batch, or by their summed rewards."""
+    """Return the sequences of a trajectory, of a group, or of all, in order."""
     for what, wanted, known in (
         ("is called", name, batch.ids),
         ("has the group", group, [label for label in batch.groups if label is not None]),

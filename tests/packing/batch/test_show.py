@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import io
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
+from tests.commands.command import call
 from tests.packing.batch.test_description import conversation
-from trajpack import PackedBatch, Trajectory, Turn, pack
-from trajpack.commands.panels import chosen_sequences, sequence_panel
+from trajpack import PackedBatch, Trajectory, Turn, pack, save
+from trajpack.packing.batch.show import chosen_sequences, sequence_panel
 from trajpack.packing.text import printable
 
 
@@ -68,6 +70,28 @@ def test_kinds_have_colours_of_their_own_on_a_terminal() -> None:
     shown = render(sequence_panel(pack([conversation()]), 0), on_terminal=True)
     for code, kind in (("36", "prompt"), ("33", "observation"), ("1;32", "generated")):
         assert re.search(rf"\x1b\[{code}m *{kind}\x1b\[0m", shown)
+
+
+def test_a_batch_prints_what_the_command_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns = [Turn([1, 2], [3], [-0.1], 1.0), Turn([1, 4], [5], [-0.2], -1.0)]
+    batch = pack([conversation(), Trajectory("b", turns)])
+    save(batch, tmp_path / "PackedBatch")
+    batch.show(2, order="worst", full=True)
+    printed = capsys.readouterr().out
+    command = call(
+        "inspect", tmp_path / "PackedBatch", "--sequences", 2, "--order", "worst", "--full"
+    )
+    assert printed == command.stdout
+    assert re.findall(r"─ sequence (\d): (\w+)", printed) == [("1", "b"), ("2", "b")]
+    assert "of b: at 1 came 4, turn 0 has 2; it left the history" in printed
+    pack([]).show()
+    batch.show(0, group="g")
+    assert "more sequences, of" not in printed
+    assert "1 more sequence, of 1" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="order must be one of 'batch', 'best', 'worst', got 'no'"):
+        batch.show(order="no")  # type: ignore[arg-type]
 
 
 def many_turns() -> PackedBatch:

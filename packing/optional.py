@@ -6,6 +6,7 @@ import sys
 from importlib.util import find_spec
 
 BROUGHT_BY = {
+    "areal": "areal",
     "aiohttp": "trajpack[servers]",
     "anyio": "trajpack[runner]",
     "huggingface_hub": "trajpack[agent]",
@@ -26,6 +27,7 @@ BROUGHT_BY = {
     "tensordict": "tensordict",
     "tinker": "tinker",
     "tokenizers": "trajpack[agent]",
+    "torchtitan": "torchtitan",
     "transformers": "trajpack[agent]",
     "triton": "trajpack[triton]",
     "trl": "trl",

@@ -8,22 +8,20 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import KW_ONLY, dataclass, replace
-from itertools import chain, count
+from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
 from trajpack.agent.agents.conversation import sampling_option
+from trajpack.agent.doors.episode import reward_of, sequences_of
 from trajpack.agent.engines.transformers_engine import TransformersEngine
 from trajpack.agent.environments.questions import Question
 from trajpack.agent.errors import EpisodeError, has_engine_ended
 from trajpack.agent.protocols import Agent, Engine, Environment, Prompt
 from trajpack.agent.runner.runner import EpisodeResult, RolloutRunner
-from trajpack.packing.buffer.buffer import pack
 from trajpack.packing.optional import require
-from trajpack.packing.rows.packed import pieces_of
-from trajpack.packing.rows.rows import row_trajectories
 from trajpack.packing.types import Trajectory
 
 if TYPE_CHECKING:
@@ -42,7 +40,7 @@ class Row(NamedTuple):
 
 def sum_of_rewards(result: EpisodeResult) -> float:
     """Return the undiscounted sum of the rewards of an episode's turns."""
-    return float(sum(turn.reward for turn in result.turns))
+    return reward_of(result.trajectories)
 
 
 @dataclass(eq=False)
@@ -278,7 +276,7 @@ def text_of(prompt: Any) -> str:
 
 
 def rows_of_episodes(episodes: Sequence[Sequence[Trajectory]]) -> list[list[Row]]:
-    """Pack the trajectories of all episodes and return each episode's rows.
+    """Pack the trajectories of each episode and return its rows.
 
     A row is a sequence of the merged layout: a conversation in which each turn continues the
     one before. A sequence without generated tokens gives no row. Extra fields are dropped.
@@ -289,22 +287,10 @@ def rows_of_episodes(episodes: Sequence[Sequence[Trajectory]]) -> list[list[Row]
         >>> rows_of_episodes([[Trajectory("a", [first, second])], []])[0][0][:4]
         ([1, 2], [3, 4, 5], [1, 0, 1], [-0.5, 0.0, -0.25])
     """
-    plain = [
-        replace(path, turns=[replace(turn, fields=None) for turn in path.turns])
-        for path in chain.from_iterable(episodes)
+    return [
+        [
+            Row(one.prompt_ids, one.response_ids, one.response_mask, one.logprobs)
+            for one in sequences_of(trajectories)
+        ]
+        for trajectories in episodes
     ]
-    batch = pack(plain, device="cpu")
-    columns = {
-        "ids": batch.input_ids,
-        "mask": batch.loss_mask.long(),
-        "logprobs": batch.rollout_logprobs,
-    }
-    owners = [episode for episode, paths in enumerate(episodes) for _ in paths]
-    rows: list[list[Row]] = [[] for _ in episodes]
-    for trajectory, piece in zip(row_trajectories(batch), pieces_of(batch, columns), strict=True):
-        ids, mask, logprobs = (values.tolist() for values in piece.values())
-        if 1 in mask:
-            begin, end = mask.index(1), len(mask) - mask[::-1].index(1)
-            of = slice(begin, end)
-            rows[owners[trajectory]].append(Row(ids[:begin], ids[of], mask[of], logprobs[of]))
-    return rows

@@ -46,7 +46,8 @@ ABSENT = {
     "openrlhf.utils.logging_utils",
     "skyrl": "jaxtyping ray omegaconf loguru torchdata skyrl_gym skyrl.train.config "
     f"skyrl.train.dataset.dataset {SKYRL}.inference_servers {SKYRL}.workers",
-    "verl": "ray omegaconf hydra codetiming cachetools torchdata",
+    "torchtitan": "renderers",
+    "verl": "ray omegaconf hydra codetiming cachetools torchdata uvicorn fastapi",
 }
 """Packages that are not installed, and modules of the peer that need these."""
 LENT = {

@@ -8,6 +8,7 @@ from typing import Any
 from trajpack.agent.doors.episode import completion_of, is_truncated, run_episode
 from trajpack.agent.protocols import GenerationOutput, Prompt
 from trajpack.packing.optional import require
+from trajpack.packing.types import Trajectory
 
 
 def rollouter_class(agent: Any, environment: Any) -> type:
@@ -59,25 +60,14 @@ def rollouter_class(agent: Any, environment: Any) -> type:
             trajectories = await run_episode(
                 agent, environment, prompt, generate, row=env, sampling=sampling
             )
-            turns = [turn for one in trajectories for turn in one.turns]
+            name = {"group_id": group_id, "rollout_id": rollout_id}
             cut_off = is_truncated(trajectories)
             return Rollout(
-                group_id=group_id,
-                rollout_id=rollout_id,
+                **name,
                 status=RolloutStatus.TRUNCATED_LENGTH if cut_off else RolloutStatus.COMPLETED,
                 turns=[
-                    RolloutTurn(
-                        rollout_id=RolloutTurnID(
-                            group_id=group_id, rollout_id=rollout_id, turn_id=number
-                        ),
-                        prompt_token_ids=[int(id) for id in turn.prompt_ids],
-                        completion_token_ids=[int(id) for id in turn.completion_ids],
-                        completion_logprobs=[float(one) for one in turn.completion_logprobs],
-                        min_policy_version=turn.version_start,
-                        max_policy_version=turn.version_end,
-                        env_rewards={"environment": float(turn.reward)},
-                    )
-                    for number, turn in enumerate(turns)
+                    RolloutTurn(rollout_id=RolloutTurnID(**name, turn_id=number), **fields)
+                    for number, fields in enumerate(_turns(trajectories))
                 ],
             )
 
@@ -90,3 +80,19 @@ def rollouter_class(agent: Any, environment: Any) -> type:
             return [RubricOutput(reward=total) for total in sums]
 
     return AgentRollouter
+
+
+def _turns(trajectories: list[Trajectory]) -> list[dict[str, Any]]:
+    """Return the fields of torchtitan's turn for each turn."""
+    return [
+        {
+            "prompt_token_ids": [int(id) for id in turn.prompt_ids],
+            "completion_token_ids": [int(id) for id in turn.completion_ids],
+            "completion_logprobs": [float(logprob) for logprob in turn.completion_logprobs],
+            "min_policy_version": turn.version_start,
+            "max_policy_version": turn.version_end,
+            "env_rewards": {"environment": float(turn.reward)},
+        }
+        for one in trajectories
+        for turn in one.turns
+    ]

@@ -15,6 +15,7 @@ from trajpack.agent.doors.episode import (
 )
 from trajpack.agent.protocols import GenerationOutput, Prompt
 from trajpack.packing.optional import require
+from trajpack.packing.types import Trajectory
 
 
 def agent_loop(name: str, agent: Any, environment: Any) -> type:
@@ -53,18 +54,16 @@ def agent_loop(name: str, agent: Any, environment: Any) -> type:
                 output = await self.server_manager.generate(
                     request_id=request_id, prompt_ids=list(ids), sampling_params=params
                 )
-                ended = output.token_ids[-1:] == [self.tokenizer.eos_token_id]
+                reason = (
+                    "stop" if output.token_ids[-1:] == [self.tokenizer.eos_token_id] else "length"
+                )
                 extra = output.extra_fields
                 first, last = extra.get("min_global_steps"), extra.get("max_global_steps")
                 return completion_of(
                     ids,
                     output.token_ids,
                     output.log_probs,
-                    stop_reason="abort"
-                    if output.stop_reason == "aborted"
-                    else "stop"
-                    if ended
-                    else "length",
+                    stop_reason="abort" if output.stop_reason == "aborted" else reason,
                     versions=(step if first is None else first, step if last is None else last),
                     missing="set rollout.calculate_log_probs=True",
                 )
@@ -74,26 +73,33 @@ def agent_loop(name: str, agent: Any, environment: Any) -> type:
             trajectories = await run_episode(
                 agent, environment, Prompt(task, ids), generate, row=row, sampling=sampling_params
             )
-            outputs = [
-                AgentLoopOutput(
-                    prompt_ids=sequence.prompt_ids,
-                    response_ids=sequence.response_ids,
-                    response_mask=sequence.response_mask,
-                    response_logprobs=sequence.logprobs,
-                    num_turns=2 * sequence.num_turns,
-                    metrics=AgentLoopMetrics(),
-                    extra_fields={
-                        "min_global_steps": sequence.versions[0],
-                        "max_global_steps": sequence.versions[1],
-                        "turn_scores": [],
-                        "tool_rewards": [],
-                        "reward_extra_info": {},
-                    },
-                )
-                for sequence in sequences_of(trajectories)
+            return [
+                AgentLoopOutput(metrics=AgentLoopMetrics(), **fields)
+                for fields in _outputs(trajectories)
             ]
-            if outputs:
-                outputs[-1].reward_score = reward_of(trajectories)
-            return outputs
 
     return Loop
+
+
+def _outputs(trajectories: list[Trajectory]) -> list[dict[str, Any]]:
+    """Return the fields of an output for each sequence; the last has the reward."""
+    outputs: list[dict[str, Any]] = [
+        {
+            "prompt_ids": sequence.prompt_ids,
+            "response_ids": sequence.response_ids,
+            "response_mask": sequence.response_mask,
+            "response_logprobs": sequence.logprobs,
+            "num_turns": 2 * sequence.num_turns,
+            "extra_fields": {
+                "min_global_steps": sequence.versions[0],
+                "max_global_steps": sequence.versions[1],
+                "turn_scores": [],
+                "tool_rewards": [],
+                "reward_extra_info": {},  # verl copies it from the last
+            },
+        }
+        for sequence in sequences_of(trajectories)
+    ]
+    if outputs:
+        outputs[-1]["reward_score"] = reward_of(trajectories)
+    return outputs

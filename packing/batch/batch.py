@@ -520,12 +520,6 @@ class PackedBatch(LabelMethods, LogprobMethods):
         return importance_weights(self, logprobs, correction, per=per, metrics=metrics, impl=impl)
 
     @property
-    def _is_whole(self) -> bool:
-        """Whether `loss_mask` is the one that packing wrote: all generated tokens."""
-        mask = self.loss_mask
-        return mask is self.tables.loss_mask and not mask.is_inference() and mask._version == 0
-
-    @property
     def value_counts(self) -> dict[str, tuple[int, int]]:
         """Values of each ragged field, and generated tokens without any."""
         return summed(self.tables.value_lens)
@@ -647,7 +641,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
             True
         """
         placed = place_plan(self.host_lengths, plan, alignment)
-        return merged(self, placed, outputs, fill, impl)
+        return merged(self.host_lengths, placed, outputs, self.device, fill=fill, impl=impl)
 
     def turn_ends(self) -> list[list[int]]:
         """Return the ends of the turns in each sequence, in tokens from the sequence's start.

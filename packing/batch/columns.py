@@ -21,27 +21,16 @@ if TYPE_CHECKING:
 def mapped(batch: PackedBatch, change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
     """Return what every column becomes by ``change``, which copies it, by name.
 
-    `PackedBatch._is_whole` stays as it is, and ragged fields have only the values of the batch.
+    `PackTables.is_whole` stays as it is, and ragged fields have only the values of the batch.
     """
     columns: dict[str, Any] = {name: change(one) for name, one in batch.tensors().items()}
-    mask = columns["loss_mask"] if batch._is_whole else change(batch.tables.loss_mask)
+    is_whole = batch.tables.is_whole(batch.loss_mask)
+    mask = columns["loss_mask"] if is_whole else change(batch.tables.loss_mask)
     columns["tables"] = batch.tables.mapped(change, mask)
-    several = zip(("fields", "ragged_values"), compact_fields(batch), strict=True)
+    several = zip(("fields", "ragged_values"), batch.compact_fields(), strict=True)
     for key, tensors in several:
         columns[key] = {name: change(one) for name, one in tensors.items()}
     return columns
-
-
-def compact_fields(
-    batch: PackedBatch,
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return `fields` and `ragged_values` that hold the values in the order of the tokens."""
-    fields, values = dict(batch.fields), {}
-    for name in batch.ragged_values:
-        cu, values[name] = batch.values_of_tokens(name)
-        counts = fields[name][:, 1]
-        fields[name] = torch.stack([torch.where(counts > 0, cu[:-1], 0), counts], 1)
-    return fields, values
 
 
 def with_field(batch: PackedBatch, field: TokenField, rows: torch.Tensor) -> PackedBatch:

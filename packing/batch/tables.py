@@ -64,6 +64,10 @@ class PackTables(NamedTuple):
     longest: Longest
     loss_mask: torch.Tensor
 
+    def is_whole(self, mask: torch.Tensor) -> bool:
+        """Return whether a mask is the one that packing wrote: all generated tokens."""
+        return mask is self.loss_mask and not mask.is_inference() and mask._version == 0
+
     def mapped(
         self, change: Callable[[torch.Tensor], torch.Tensor], loss_mask: torch.Tensor
     ) -> PackTables:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +14,9 @@ from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.ragged import Ragged, part
 from trajpack.packing.turn_fields import TURN_FIELDS
 from trajpack.packing.types import Trajectory, Turn, VersionSpan
+
+if TYPE_CHECKING:
+    from trajpack.packing.tree.entries import BatchEntries
 
 
 def unpack(batch: PackedBatch) -> list[Trajectory]:
@@ -31,45 +33,66 @@ def unpack(batch: PackedBatch) -> list[Trajectory]:
         >>> unpack(pack(trajectories)) == trajectories
         True
     """
-    host = {name: tensor.detach().cpu().numpy() for name, tensor in batch.tensors().items()}
-    ids = host["input_ids"].astype(np.int32)
-    host["rollout_logprobs"] = host["rollout_logprobs"].copy()  # on the host a view of the batch
-    fields: dict[str, Any] = {
-        name: Ragged(*map(_host_copy, batch.values_of_tokens(name)))
-        if name in batch.ragged_values
-        else _host_copy(field)
-        for name, field in batch.fields.items()
+    first = batch.cu_seqlens[batch.turn_sequence.long()]
+    places = torch.cat([first[:, None], batch.turn_spans], 1)
+    ragged = {name: batch.values_of_tokens(name) for name in batch.ragged_values}
+    return trajectories_of(batch, batch.input_ids, places, {**batch.fields, **ragged})
+
+
+def trajectories_of(
+    tokens: PackedBatch | BatchEntries,
+    input_ids: torch.Tensor,
+    places: torch.Tensor,
+    fields: Mapping[str, torch.Tensor | Ragged],
+) -> list[Trajectory]:
+    """Return trajectories from their turns, and the tokens of their sequences.
+
+    Args:
+        tokens: Tensors over generated tokens, turns and trajectories.
+        input_ids: Token ids of the sequences.
+        places: ``[turns, 3]``: where in ``input_ids`` the sequence of each turn begins, and where
+            its completion begins and ends.
+        fields: Rows of extra fields: of those for generated tokens alone over ``tokens``, of all
+            others over ``input_ids``.
+    """
+    ids = input_ids.int().cpu().numpy()
+    host = {name: tensor.detach().cpu().numpy() for name, tensor in tokens.tensors().items()}
+    logprobs = host["rollout_logprobs"].copy()  # on the host a view of the batch
+    copies = {
+        name: Ragged(*map(_host_copy, rows)) if isinstance(rows, Ragged) else _host_copy(rows)
+        for name, rows in fields.items()
     }
-    turns = [
-        dataclasses.replace(turn, fields=_rows(batch, fields, host, index)) if fields else turn
-        for index in range(int(host["cu_turns"][len(batch.ids)]))  # without padding turns
-        for turn in (_turn(host, ids, index),)
-    ]
-    bounds = host["cu_turns"].tolist()[: len(batch.ids) + 1]
+    turns = list[Turn]()
+    for turn, (first, begin, end) in enumerate(places.tolist()):
+        low, high = host["turn_spans"][turn].tolist()
+        rows = {
+            field.name: part(
+                copies[field.name], *((low, high) if field.generated_only else (first, end))
+            )
+            for field in tokens.token_fields
+        }
+        turns.append(
+            Turn(
+                prompt_ids=ids[first:begin],
+                completion_ids=ids[begin:end],
+                completion_logprobs=logprobs[low:high],
+                version_spans=_spans(host["policy_versions"][low:high]),
+                fields=rows or None,
+                **{one.attribute: one.value(host[one.name][turn].item()) for one in TURN_FIELDS},
+            )
+        )
     return [
         Trajectory(
-            id=batch.ids[index],
+            id=tokens.ids[index],
             turns=turns[begin:end],
-            group=batch.groups[index],
-            turn_discount=batch.turn_discounts[index],
-            task_id=batch.task_ids[index],
-            birth_time_ms=batch.birth_times_ms[index],
-            truncated=batch.truncated_as_given[index],
+            group=tokens.groups[index],
+            turn_discount=tokens.turn_discounts[index],
+            task_id=tokens.task_ids[index],
+            birth_time_ms=tokens.birth_times_ms[index],
+            truncated=tokens.truncated_as_given[index],
         )
-        for index, (begin, end) in enumerate(pairwise(bounds))
+        for index, (begin, end) in enumerate(pairwise(host["cu_turns"].tolist()))
     ]
-
-
-def _turn(host: dict[str, npt.NDArray[Any]], ids: npt.NDArray[np.int32], turn: int) -> Turn:
-    start = int(host["cu_seqlens"][host["turn_sequence"][turn]])
-    begin, end = host["turn_spans"][turn].tolist()
-    return Turn(
-        prompt_ids=ids[start:begin],
-        completion_ids=ids[begin:end],
-        completion_logprobs=host["rollout_logprobs"][begin:end],
-        version_spans=_spans(host["policy_versions"][begin:end]),
-        **{one.attribute: one.value(host[one.name][turn].item()) for one in TURN_FIELDS},
-    )
 
 
 def _host_copy(field: torch.Tensor) -> Any:
@@ -79,17 +102,6 @@ def _host_copy(field: torch.Tensor) -> Any:
         return copied.numpy()
     except TypeError:  # bfloat16 and narrower floats
         return copied
-
-
-def _rows(
-    batch: PackedBatch, fields: Mapping[str, Any], host: dict[str, npt.NDArray[Any]], turn: int
-) -> dict[str, Any]:
-    start = int(host["cu_seqlens"][host["turn_sequence"][turn]])
-    begin, end = host["turn_spans"][turn].tolist()
-    return {
-        field.name: part(fields[field.name], begin if field.generated_only else start, end)
-        for field in batch.token_fields
-    }
 
 
 def _spans(versions: npt.NDArray[np.int32]) -> list[VersionSpan] | None:

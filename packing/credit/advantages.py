@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 
@@ -47,7 +47,11 @@ from trajpack.packing.credit.estimators import (
 
 if TYPE_CHECKING:
     from trajpack.packing.batch.batch import PackedBatch
+    from trajpack.packing.tree.entries import BatchEntries
 
+    Batch: TypeAlias = PackedBatch | BatchEntries
+
+B = TypeVar("B", "PackedBatch", "BatchEntries")
 OP = "with_advantages"
 NAMED: Mapping[str, Callable[[], Estimator]] = {
     **{recipe: partial(GroupEstimator, cast("Any", recipe)) for recipe in RECIPES},
@@ -127,13 +131,13 @@ class Credit(NamedTuple):
 
 
 def with_advantages(
-    batch: PackedBatch,
+    batch: B,
     estimator: Estimator | Own | str,
     inputs: Inputs,
     *,
     all_reduce: AllReduce | None,
     impl: Impl,
-) -> PackedBatch:
+) -> B:
     """Implement `PackedBatch.with_advantages`."""
     estimator = _estimator_of(estimator)
     _check_inputs(batch, estimator, inputs)
@@ -182,7 +186,7 @@ def _estimator_of(given: Any) -> Estimator:
     )
 
 
-def _check_inputs(batch: PackedBatch, estimator: Estimator, inputs: Inputs) -> None:
+def _check_inputs(batch: Batch, estimator: Estimator, inputs: Inputs) -> None:
     """Raise if an input is of a wrong type, shape or device, is missing, or would not be used."""
     penalized = getattr(estimator, "kl", None) is not None
     needs = {
@@ -230,7 +234,7 @@ def _check_inputs(batch: PackedBatch, estimator: Estimator, inputs: Inputs) -> N
         )
 
 
-def chunks_of(batch: PackedBatch, estimator: TokenEstimator) -> Scan:
+def chunks_of(batch: Batch, estimator: TokenEstimator) -> Scan:
     """Return a scan of the tokens that each turn generated, without what the estimator makes of it.
 
     Where tokens that were not generated are steps, all tokens that are new with a turn belong to
@@ -255,7 +259,7 @@ def chunks_of(batch: PackedBatch, estimator: TokenEstimator) -> Scan:
     )
 
 
-def _of_tokens(batch: PackedBatch, estimator: TokenEstimator, inputs: Inputs, impl: str) -> Credit:
+def _of_tokens(batch: Batch, estimator: TokenEstimator, inputs: Inputs, impl: str) -> Credit:
     """Scan the tokens of each trajectory from its end."""
     options: dict[str, Any] = {
         name: float(getattr(estimator, name))
@@ -298,7 +302,7 @@ def _of_tokens(batch: PackedBatch, estimator: TokenEstimator, inputs: Inputs, im
     return Credit(torch.where(counts, values, 0.0), partial(_counts, counts, None), returns)
 
 
-def _of_turns(batch: PackedBatch, estimator: Estimator, impl: str) -> Credit:
+def _of_turns(batch: Batch, estimator: Estimator, impl: str) -> Credit:
     """Take the turns' returns as advantages."""
     values, returns = batch.turn_returns, _returns(batch, impl)
     valid = None
@@ -309,7 +313,7 @@ def _of_turns(batch: PackedBatch, estimator: Estimator, impl: str) -> Credit:
     return Credit(values, counts, returns, are_shared=True)
 
 
-def _of_groups(batch: PackedBatch, estimator: GroupEstimator, inputs: Inputs, impl: str) -> Credit:
+def _of_groups(batch: Batch, estimator: GroupEstimator, inputs: Inputs, impl: str) -> Credit:
     """Compare the trajectories of each group."""
     clip = inf if estimator.reward_clip is None else float(estimator.reward_clip)
     truncated = batch.truncated if estimator.truncated == "mask" else None
@@ -354,11 +358,11 @@ def _counts(counts: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
     return counts if valid is None else counts * valid
 
 
-def _counts_of_turns(batch: PackedBatch, valid: torch.Tensor | None) -> torch.Tensor:
+def _counts_of_turns(batch: Batch, valid: torch.Tensor | None) -> torch.Tensor:
     return _counts(batch.cu_generated.diff(), valid)
 
 
-def _of_own(batch: PackedBatch, estimator: OwnEstimator, inputs: Inputs, impl: str) -> Credit:
+def _of_own(batch: Batch, estimator: OwnEstimator, inputs: Inputs, impl: str) -> Credit:
     """Bring a caller's advantages to the tokens; their unit is the first with their number."""
     rows: Any = estimator.credit
     if not isinstance(rows, torch.Tensor):
@@ -393,7 +397,7 @@ def _of_own(batch: PackedBatch, estimator: OwnEstimator, inputs: Inputs, impl: s
     return Credit(rows, lambda: batch.loss_mask, _returns(batch, impl))
 
 
-def spread_over_tokens(batch: PackedBatch, x: torch.Tensor, of: Unit) -> torch.Tensor:
+def spread_over_tokens(batch: Batch, x: torch.Tensor, of: Unit) -> torch.Tensor:
     """Implement `PackedBatch.spread`."""
     counts = {
         "trajectory": batch.cu_turns.shape[0] - 1,
@@ -415,7 +419,7 @@ def spread_over_tokens(batch: PackedBatch, x: torch.Tensor, of: Unit) -> torch.T
     return torch.where(is_generated, x[batch.turn_ids.long().clamp(min=0)], x.new_zeros(()))
 
 
-def _warn_of_singletons(batch: PackedBatch, estimator: GroupEstimator) -> None:
+def _warn_of_singletons(batch: Batch, estimator: GroupEstimator) -> None:
     """Warn if every group has one member; the groups are known to the host."""
     num_trajectories = len(batch.groups)
     if num_trajectories < 2 or batch.num_groups < num_trajectories:
@@ -436,7 +440,7 @@ def _warn_of_singletons(batch: PackedBatch, estimator: GroupEstimator) -> None:
     )
 
 
-def _returns(batch: PackedBatch, impl: str) -> torch.Tensor:
+def _returns(batch: Batch, impl: str) -> torch.Tensor:
     """Return the turns' returns at their tokens, also of a batch that has other returns."""
     if batch.advantages is None:
         return batch.returns
@@ -445,7 +449,7 @@ def _returns(batch: PackedBatch, impl: str) -> torch.Tensor:
 
 
 def _members(
-    batch: PackedBatch,
+    batch: Batch,
     impl: str,
     *,
     given: torch.Tensor | None = None,

@@ -24,14 +24,14 @@ from trajpack.kernels.dispatch import Impl, resolve_impl
 from trajpack.kernels.validation import check_choice
 
 if TYPE_CHECKING:
-    from trajpack.packing.batch.batch import PackedBatch
+    from trajpack.packing.credit.advantages import Batch
 
 SEQUENCES = ("trajectory", "turn", "row")
 """Units of a sequence mean, see `PackedBatch.loss_weights`."""
 
 
 def loss_weights(
-    batch: PackedBatch,
+    batch: Batch,
     aggregation: Aggregation,
     per: str,
     truncated: str,
@@ -42,7 +42,8 @@ def loss_weights(
     """Implement `PackedBatch.loss_weights`."""
     counts, places = _units(batch, aggregation, per, truncated)
     check_denominator(aggregation, denominator, batch.device)
-    counts_all = aggregation == "token_mean" and truncated == "keep" and batch._is_whole
+    is_whole = batch.tables.is_whole(batch.loss_mask)
+    counts_all = aggregation == "token_mean" and truncated == "keep" and is_whole
     if counts_all and denominator is None:
         denominator = max(batch.num_generated, 1)  # without generated tokens all weights are 0
     chosen = resolve_impl("loss_weights", impl, batch.device)
@@ -53,7 +54,7 @@ def loss_weights(
 
 
 def loss_denominator(
-    batch: PackedBatch, aggregation: Aggregation, per: str, truncated: str
+    batch: Batch, aggregation: Aggregation, per: str, truncated: str
 ) -> torch.Tensor:
     """Implement `PackedBatch.loss_denominator`."""
     counts, places = _units(batch, aggregation, per, truncated)
@@ -65,7 +66,7 @@ def loss_denominator(
 
 
 def importance_weights(
-    batch: PackedBatch,
+    batch: Batch,
     logprobs: torch.Tensor,
     correction: Correction,
     *,
@@ -85,7 +86,7 @@ def importance_weights(
 
 
 def _units(
-    batch: PackedBatch, aggregation: str, per: str, truncated: str
+    batch: Batch, aggregation: str, per: str, truncated: str
 ) -> tuple[torch.Tensor, Places | None]:
     """Return what counts tokens, and their slots; see `shares_of`."""
     check_choice("loss_weights", "aggregation", aggregation, AGGREGATIONS)
@@ -95,8 +96,8 @@ def _units(
         raise ValueError(f"loss_weights: aggregation={aggregation!r} takes no per={per!r}")
     has_slots = aggregation not in ("token_mean", "constant")
     owners, num_slots, mask = None, batch.num_turns, batch.loss_mask
-    if per == "row":
-        owners, num_slots = batch.turn_sequence, batch.cu_seqlens.shape[0] - 1
+    if per == "row":  # there are no more rows than turns
+        owners = batch.turn_sequence
     elif per == "trajectory" and has_slots:
         owners, num_slots = batch.tables.group_order.owners, batch.cu_turns.shape[0] - 1
         if aggregation == "prompt_mean":
@@ -111,6 +112,6 @@ def _units(
             mask = mask & ~torch.cat([cut_off, cut_off[:1]])[batch.turn_ids]
     if not has_slots:
         return mask, None
-    if batch._is_whole:
+    if batch.tables.is_whole(batch.loss_mask):
         return batch.cu_generated, Places(None, None, owners, batch.num_turns, num_slots)
     return mask, Places(None, batch.turn_ids, owners, batch.num_turns, num_slots)

@@ -19,7 +19,6 @@ import numpy.typing as npt
 import torch
 
 from trajpack.packing.batch.batch import PackedBatch
-from trajpack.packing.batch.columns import compact_fields
 from trajpack.packing.buffer.buffer import pack
 from trajpack.packing.buffer.chains import Labels
 from trajpack.packing.buffer.trajectory_arrays import TrajectoryArrays, as_array, as_tensor
@@ -166,7 +165,7 @@ def _later(batch: PackedBatch, fresh: PackedBatch) -> Arrays:
 
 def _tensors(batch: PackedBatch) -> dict[str, torch.Tensor]:
     """Return all tensors of a batch by their names in a file."""
-    fields, values = compact_fields(batch)
+    fields, values = batch.compact_fields()
     return {
         **batch.tensors(),
         **{f"fields.{name}": rows for name, rows in fields.items()},

@@ -58,7 +58,7 @@ def check_tree_attention(model: Any) -> None:
         model.eval()
         logits = _logits(model, batch, name)[batch.entry_node]
         for number, (trajectory, got) in enumerate(
-            zip(trial, logits.split(batch.entries.seqlens), strict=True)
+            zip(trial, logits.split(batch.entries.tables.generated_lens), strict=True)
         ):
             alone = _logits(model, pack_tree([trajectory], device=device), name)[1:]
             distance = float((got - alone).abs().amax(-1).max() / alone.std())

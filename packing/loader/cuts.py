@@ -17,6 +17,7 @@ from trajpack.packing.plan.ranks import plan_ranks
 from trajpack.packing.plan.units import Ints, Policy
 from trajpack.packing.token_fields import TokenField
 from trajpack.packing.tree.chain_plan import ChainPlan
+from trajpack.packing.tree.entries import BatchEntries
 from trajpack.packing.tree.micro_batches import TreeMicroBatch
 from trajpack.packing.tree.pack_tree import pack_tree
 from trajpack.packing.tree.tree_batch import TreeBatch
@@ -100,7 +101,7 @@ class Cuts:
         Args:
             steps: ``[micro-batches of a rank]``: step of each.
         """
-        tokens: PackedBatch
+        tokens: PackedBatch | BatchEntries
         if isinstance(self.batch, TreeBatch):
             tokens, chains = self.batch.entries, self.batch.chains
             of_place = np.full(len(chains.trie.order), -1)

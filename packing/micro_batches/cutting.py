@@ -5,7 +5,7 @@ All is laid out on the host from lengths; the tables of a plan go to the device 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -243,29 +243,46 @@ def _sources(
     if batch.advantages is not None:
         named["advantages"] = batch.advantages
     taken = {field.name for field in fields(MicroBatch)} | set(batch.fields)
-    for name, tensor in (tensors or {}).items():
-        check_given(name, tensor, taken, num_tokens=batch.num_tokens, device=batch.device)
-        if tensor.dtype.itemsize > MAX_ITEMSIZE or 0 in tensor.shape[1:]:
-            raise ValueError(
-                f"tensors: {name!r} must have rows, of a dtype of at most {MAX_ITEMSIZE} bytes, "
-                f"got {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-            )
-        named[name] = tensor
+    named |= checked_tensors(tensors, taken, num_tokens=batch.num_tokens, device=batch.device)
     fills = {**FILLS, "input_ids": alignment.token_id}
     fills |= {field.name: field.fill for field in batch.token_fields}
     return list(named), TokenSources(list(named.values()), [fills.get(name, 0) for name in named])
 
 
+def checked_tensors(
+    tensors: Mapping[str, torch.Tensor] | None,
+    taken: Collection[str],
+    *,
+    num_tokens: int,
+    device: torch.device,
+) -> Mapping[str, torch.Tensor]:
+    """Return a caller's tensors over the tokens of a batch.
+
+    Raises:
+        TypeError, ValueError: As `TokenSelection`.
+    """
+    for name, tensor in (tensors or {}).items():
+        check_given(name, tensor, taken, num_tokens=num_tokens, device=device)
+        if tensor.dtype.itemsize > MAX_ITEMSIZE or 0 in tensor.shape[1:]:
+            raise ValueError(
+                f"tensors: {name!r} must have rows, of a dtype of at most {MAX_ITEMSIZE} bytes, "
+                f"got {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            )
+    return tensors or {}
+
+
 def merged(
-    batch: PackedBatch,
+    lengths: Lengths,
     placed: Sequence[PaddedMicroBatch],
     outputs: Sequence[torch.Tensor],
+    device: torch.device,
+    *,
     fill: Number,
     impl: Impl,
 ) -> torch.Tensor:
     """Return outputs of micro-batches in the order of the batch, as `PackedBatch.merge` does."""
-    lengths, outputs = batch.host_lengths, list(outputs)
-    _check_outputs(outputs, placed, batch.device)
+    outputs = list(outputs)
+    _check_outputs(outputs, placed, device)
     sequences = np.concatenate([one.sequences for one in placed])
     counts = np.bincount(sequences, minlength=len(lengths.seqlens))
     if counts.max(initial=0) > 1:
@@ -282,10 +299,10 @@ def merged(
         first += len(one.placement.padded_seqlens)
     table, inverse = send_tables(
         [SegmentTable(np.cumsum(lengths.seqlens), back, taken), SegmentTable(ends, sources, kept)],
-        batch.device,
+        device,
     )
     rows = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return merge_tokens(rows, table, inverse, batch.num_tokens, fill, impl)
+    return merge_tokens(rows, table, inverse, int(lengths.seqlens.sum()), fill, impl)
 
 
 def _check_outputs(

@@ -20,6 +20,7 @@ from trajpack.packing.ragged import Ragged, gathered
 if TYPE_CHECKING:
     from trajpack.packing.batch.batch import PackedBatch
     from trajpack.packing.micro_batches.micro_batch import MicroBatch
+    from trajpack.packing.tree.entries import Entries
 
 Head: TypeAlias = torch.Tensor | torch.nn.Linear
 """LM head: its weight ``[V, H]``, or a linear layer."""
@@ -32,7 +33,7 @@ class LogprobMethods:
     """Methods of `PackedBatch` and `MicroBatch`; of `TreeBatch` and `TreeMicroBatch` in part."""
 
     @property
-    def _generated(self) -> PackedBatch | MicroBatch:
+    def _generated(self) -> PackedBatch | MicroBatch | Entries:
         """The batch whose fields have a row for each generated token."""
         return cast("PackedBatch | MicroBatch", self)
 
@@ -95,6 +96,15 @@ class LogprobMethods:
     def values_of_tokens(self, name: str) -> Ragged:
         """Return the values of a ragged field for each token of `fields`, in their order."""
         return self._gathered(name, self._spans(name))
+
+    def compact_fields(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Return the extra fields of generated tokens and `ragged_values` in their order."""
+        fields, values = dict(self._generated.fields), {}
+        for name in self._generated.ragged_values:
+            cu, values[name] = self.values_of_tokens(name)
+            counts = fields[name][:, 1]
+            fields[name] = torch.stack([torch.where(counts > 0, cu[:-1], 0), counts], 1)
+        return fields, values
 
     def _spans(self, name: str) -> torch.Tensor:
         batch = self._generated

@@ -35,7 +35,7 @@ def check_given(
 
 
 def moved(batch: M, move: Callable[[torch.Tensor], torch.Tensor]) -> M:
-    """Return a micro-batch with all of its tensors moved, each once."""
+    """Return a batch with all of its tensors moved, each once; those of named tuples too."""
     done: dict[int, torch.Tensor] = {}
 
     def of(value: Any) -> Any:
@@ -43,18 +43,14 @@ def moved(batch: M, move: Callable[[torch.Tensor], torch.Tensor]) -> M:
             if id(value) not in done:
                 done[id(value)] = move(value)
             return done[id(value)]
-        if isinstance(value, MicroBatch):
-            return replaced(value)
-        is_tensors = isinstance(value, Mapping)
-        return {name: of(one) for name, one in value.items()} if is_tensors else value
+        if isinstance(value, Mapping):
+            return {name: of(one) for name, one in value.items()}
+        return type(value)(*map(of, value)) if hasattr(value, "_fields") else value
 
-    def replaced(one: Any) -> Any:
-        fields = dataclasses.fields(one)
-        return dataclasses.replace(
-            one, **{each.name: of(getattr(one, each.name)) for each in fields}
-        )
-
-    result: M = replaced(batch)
+    given: Any = batch
+    result: M = dataclasses.replace(
+        given, **{field.name: of(getattr(given, field.name)) for field in dataclasses.fields(given)}
+    )
     return result
 
 

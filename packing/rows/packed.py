@@ -9,21 +9,17 @@ import torch
 
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.micro_batches.micro_batch import MicroBatch
-from trajpack.packing.tree.nodes import Entries, MicroEntries
 
 Packed: TypeAlias = PackedBatch | MicroBatch
 
 
 def check_sequences(batch: Packed) -> None:
     """Raise a `TypeError` unless a batch has sequences; every format reads it through this file."""
-    if isinstance(batch, PackedBatch | MicroBatch) and not isinstance(
-        batch, Entries | MicroEntries
-    ):
-        return
-    raise TypeError(
-        f"the format takes a PackedBatch or a MicroBatch of sequences, got {type(batch).__name__}; "
-        "formats of trees are in docs/tree.md"
-    )
+    if not isinstance(batch, PackedBatch | MicroBatch):
+        raise TypeError(
+            "the format takes a PackedBatch or a MicroBatch of sequences, got "
+            f"{type(batch).__name__}; formats of trees are in docs/tree.md"
+        )
 
 
 def places_of(batch: Packed) -> torch.Tensor:

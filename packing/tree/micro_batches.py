@@ -8,32 +8,39 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from trajpack.kernels.dispatch import Impl
 from trajpack.kernels.rearrange.select_tokens import Number, TokenSources
-from trajpack.packing.batch.batch import UNALIGNED
 from trajpack.packing.micro_batches.alignment import Alignment, Placement
 from trajpack.packing.micro_batches.cutting import (
     CU_SEQLENS,
-    PaddedMicroBatch,
     SegmentTable,
-    TokenSelection,
+    checked_tensors,
     send_tables,
+    summed,
 )
-from trajpack.packing.micro_batches.micro_batch import MicroBatch, moved
 from trajpack.packing.tree.chain_plan import ChainPlan, check_plan
-from trajpack.packing.tree.nodes import Boundary, MicroEntries, TreeNodes
+from trajpack.packing.tree.entries import Entries
+from trajpack.packing.tree.nodes import TreeNodes
 from trajpack.packing.tree.trie import Chains, Ints, union_of
 
 if TYPE_CHECKING:
     from trajpack.packing.tree.tree_batch import TreeBatch
 
-PLACE = "entry_node"
-"""Name under which the nodes and depths of entries are selected with them."""
+TOKENS = (
+    "input_ids",
+    "turn_ids",
+    "loss_mask",
+    "rollout_logprobs",
+    "policy_versions",
+    "returns",
+    "advantages",
+)
+"""Tensors of entries that are selected with them, beside the extra fields."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -46,11 +53,11 @@ class TreeMicroBatch(TreeNodes):
     is no tree, but the last of `seqlens`. All else is that of `TreeNodes`, a base class.
 
     Attributes:
-        entries: Generated tokens of its turns, see `MicroEntries`.
+        turns: Its turns, numbers of those of the batch, as ``entries.turn_ids`` are.
         num_padding: Padding nodes.
     """
 
-    entries: MicroEntries
+    turns: tuple[int, ...]
     num_padding: int
 
     @property
@@ -60,16 +67,16 @@ class TreeMicroBatch(TreeNodes):
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TreeMicroBatch:
         """Return the micro-batch on a device."""
-        return moved(self, lambda one: one.to(device, non_blocking=non_blocking))
+        return self.moved(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> TreeMicroBatch:
         """Return the micro-batch in pinned memory, as a `torch.utils.data.DataLoader` asks for."""
-        return moved(self, torch.Tensor.pin_memory)
+        return self.moved(torch.Tensor.pin_memory)
 
     def __repr__(self) -> str:
         return (
-            f"TreeMicroBatch({len(self.chains.trie.order)} chains, {len(self.entries.sequences)} "
-            f"turns in {len(self)} trees; {self.num_nodes:,} nodes, {self.num_padding:,} of "
+            f"TreeMicroBatch({len(self.chains.trie.order)} chains, {len(self.turns)} turns "
+            f"in {len(self)} trees; {self.num_nodes:,} nodes, {self.num_padding:,} of "
             f"padding, {self.num_entries:,} entries; {self.device})"
         )
 
@@ -82,13 +89,16 @@ class _Layout(NamedTuple):
     """A micro-batch, laid out on the host."""
 
     chains: Chains
-    table: SegmentTable
+    nodes: SegmentTable
     """Its nodes as stretches of the nodes of the batch."""
+    entries: SegmentTable
+    """Its entries as stretches of the entries of the batch."""
     placement: Placement
     """Its trees, and the padding."""
     shift: int
     """Number in the batch minus number in the micro-batch, of nodes that its places own."""
-    turns: PaddedMicroBatch
+    turns: Ints
+    """Its turns."""
 
 
 def cut_chains(
@@ -99,18 +109,21 @@ def cut_chains(
     impl: Impl,
 ) -> Iterator[TreeMicroBatch]:
     """Implement `TreeBatch.micro_batches`."""
-    if tensors and PLACE in tensors:
-        raise ValueError(f"tensors: a micro-batch has a field {PLACE!r} already")
-    layouts = _layouts(batch, plan, alignment)
-    places = torch.stack([batch.entry_node, batch.position_ids[batch.entry_node]], 1)
-    of_entries = TokenSelection(batch.entries, UNALIGNED, {**(tensors or {}), PLACE: places})
+    layouts, entries = _layouts(batch, plan, alignment), batch.entries
+    tokens = {name: getattr(entries, name) for name in TOKENS} | dict(entries.fields)
+    taken = {field.name for field in dataclasses.fields(Entries)} | set(entries.fields)
+    sizes: Any = {"num_tokens": entries.num_tokens, "device": batch.device}
+    tokens |= checked_tensors(tensors, taken, **sizes)
+    tokens = {name: tensor for name, tensor in tokens.items() if tensor is not None}
+    places = torch.stack([entries.node, batch.position_ids[entries.node]], 1)
+    of_entries = TokenSources([*tokens.values(), places], [0] * (len(tokens) + 1))
     tables = send_tables(
-        [*(one.table for one in layouts), *of_entries.tables(one.turns for one in layouts)],
+        [*(layout.nodes for layout in layouts), *(layout.entries for layout in layouts)],
         batch.device,
     )
     fills: dict[str, Number] = {"input_ids": alignment.token_id, "tree_parent": -1, "above": -1}
-    fills |= {field.name: field.fill for field in batch.entries.token_fields}
-    named = {
+    fills |= {field.name: field.fill for field in entries.token_fields}
+    nodes = {
         "input_ids": batch.input_ids,
         "position_ids": batch.position_ids,
         "tree_end": batch.tree_end,
@@ -118,60 +131,69 @@ def cut_chains(
         "above": batch.position_ids.int() - 1,
         **batch.fields,
     }
-    of_nodes = TokenSources([*named.values()], [fills.get(name, 0) for name in named])
+    of_nodes = TokenSources([*nodes.values()], [fills.get(name, 0) for name in nodes])
 
-    def select(one: _Layout, table: torch.Tensor, entries: torch.Tensor) -> TreeMicroBatch:
-        rows = of_nodes.select(table, one.placement.num_tokens, impl=impl).rows
-        num_boundaries = alignment.num_boundaries or len(one.placement.seqlens) + 1
+    def select(layout: _Layout, table: torch.Tensor, turns: torch.Tensor) -> TreeMicroBatch:
+        rows = of_nodes.select(table, layout.placement.num_tokens, impl=impl).rows
+        *own, place = of_entries.select(turns, int(layout.entries.kept.sum()), impl=impl).rows
+        num_boundaries = alignment.num_boundaries or len(layout.placement.seqlens) + 1
         return _assemble(
-            one,
-            batch.boundary,
-            dict(zip(named, rows, strict=True)),
+            batch,
+            layout,
+            dict(zip(nodes, rows, strict=True)),
+            dict(zip(tokens, own, strict=True)),
+            place,
             table[CU_SEQLENS, :num_boundaries],
-            of_entries.select(one.turns, entries, impl),
         )
 
     return map(select, layouts, tables[: len(layouts)], tables[len(layouts) :])
 
 
 def _assemble(
-    one: _Layout,
-    boundary: Boundary,
-    rows: dict[str, torch.Tensor],
+    batch: TreeBatch,
+    layout: _Layout,
+    nodes: dict[str, torch.Tensor],
+    entries: dict[str, torch.Tensor],
+    place: torch.Tensor,
     cu_seqlens: torch.Tensor,
-    entries: MicroBatch,
 ) -> TreeMicroBatch:
     """Number the selected nodes from 0, and say on which of them entries lie.
 
     A node that the micro-batch's places own has its number in the batch minus ``shift``. A node
     before them is on the path to the first, so its number is its depth. That is the larger of the
-    two for these nodes, and the smaller for the others.
+    two for these nodes, and the smaller for the others. ``place`` is both of each entry.
     """
-    total, num_nodes = one.placement.num_tokens, one.chains.trie.num_nodes
-    tree_end = rows.pop("tree_end").sub_(one.shift).clamp_(max=num_nodes)
+    total, num_nodes = layout.placement.num_tokens, layout.chains.trie.num_nodes
+    tree_end = nodes.pop("tree_end").sub_(layout.shift).clamp_(max=num_nodes)
     if num_nodes < total:
         torch.arange(num_nodes + 1, total + 1, out=tree_end[num_nodes:])
-    parent = rows.pop("tree_parent").sub_(one.shift)
-    place = entries.fields[PLACE]
-    node = torch.maximum(place[:, 0] - one.shift, place[:, 1])
+    parent = nodes.pop("tree_parent").sub_(layout.shift)
+    node = torch.maximum(place[:, 0] - layout.shift, place[:, 1])
     loss_mask = torch.zeros(total, dtype=torch.bool, device=node.device).index_fill_(0, node, True)
-    given = {field.name: getattr(entries, field.name) for field in dataclasses.fields(entries)}
-    given["fields"] = {name: of for name, of in entries.fields.items() if name != PLACE}
-    generated = one.chains.generated()
+    generated = layout.chains.generated()
     begins, ends = union_of(generated.node, generated.node + generated.length)
+    value_lens = batch.entries.tables.value_lens.items()
+    own: dict[str, Any] = {name: entries.pop(name, None) for name in TOKENS}
     return TreeMicroBatch(
-        input_ids=rows.pop("input_ids"),
-        position_ids=rows.pop("position_ids"),
+        input_ids=nodes.pop("input_ids"),
+        position_ids=nodes.pop("position_ids"),
         tree_end=tree_end,
-        tree_parent=torch.maximum(parent, rows.pop("above")),
+        tree_parent=torch.maximum(parent, nodes.pop("above")),
         loss_mask=loss_mask,
         cu_seqlens=cu_seqlens,
-        fields=rows,
-        entries=MicroEntries(**given | {"position_ids": node}),
-        chains=one.chains,
-        seqlens=tuple(one.placement.seqlens.tolist()),
+        fields=nodes,
+        entries=Entries(
+            **own,
+            node=node,
+            fields=entries,
+            ragged_values=batch.entries.ragged_values,
+            value_counts=summed({name: lens[layout.turns] for name, lens in value_lens}),
+        ),
+        chains=layout.chains,
+        seqlens=tuple(layout.placement.seqlens.tolist()),
         num_trained=int((ends - begins).sum()),
-        boundary=boundary,
+        boundary=batch.boundary,
+        turns=tuple(layout.turns.tolist()),
         num_padding=total - num_nodes,
     )
 
@@ -191,6 +213,7 @@ def _layouts(batch: TreeBatch, plan: ChainPlan, alignment: Alignment) -> list[_L
             f"tail='sequence', got {alignment.sequence_multiple} and {alignment.tail!r}"
         )
     layouts, turns_of = list[_Layout](), batch.chains.turns_at(plan.bounds)
+    generated = batch.entries.host_lengths
     for number, ((begin, end), turns) in enumerate(
         zip(plan.bounds.tolist(), turns_of, strict=True)
     ):
@@ -209,13 +232,9 @@ def _layouts(batch: TreeBatch, plan: ChainPlan, alignment: Alignment) -> list[_L
             ends = np.append(ends, placement.num_tokens)  # padding
         boundaries = np.cumsum(placement.seqlens)
         columns = max(len(boundaries) + 1, alignment.num_boundaries or 0)
-        table = SegmentTable(ends, source, kept, boundaries, columns)
-        placed = place_turns(batch.chains, turns)
-        layouts.append(_Layout(chains, table, placement, int(trie.first[end]) - size, placed))
+        nodes = SegmentTable(ends, source, kept, boundaries, columns)
+        kept = generated.seqlens[turns]
+        entries = SegmentTable(np.cumsum(kept), generated.starts[turns], kept)
+        shift = int(trie.first[end]) - size
+        layouts.append(_Layout(chains, nodes, entries, placement, shift, turns))
     return layouts
-
-
-def place_turns(chains: Chains, turns: Ints) -> PaddedMicroBatch:
-    """Lay out the entries of turns, without padding."""
-    kept = (chains.end - chains.begin)[turns]
-    return PaddedMicroBatch(turns, kept, Placement(kept, kept, int(kept.sum())))

@@ -6,62 +6,22 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
 import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.micro_batches.logprobs import LogprobMethods, Predictions, left_over
-from trajpack.packing.micro_batches.micro_batch import MicroBatch, record_storages
+from trajpack.packing.micro_batches.micro_batch import moved, record_storages
 from trajpack.packing.ragged import Ragged
+from trajpack.packing.tree.entries import Entries
 from trajpack.packing.tree.trie import Chains, Ints
 from trajpack.packing.tree_attention.attention import visible
 from trajpack.packing.tree_attention.huggingface import tree_table
 
 Boundary: TypeAlias = Literal["shared", "duplicate"]
 """Storage of the last token that sequences share: once, or once for each next token."""
-
-
-def _refused(name: str, remedy: str) -> Callable[..., NoReturn]:
-    def method(self: object, *given: object, **options: object) -> NoReturn:
-        raise TypeError(f"{name}: entries have no prompts and are no sequences; {remedy}")
-
-    method.__doc__ = f"Raise a `TypeError`: {remedy}."
-    return method
-
-
-class Entries(PackedBatch):
-    """Generated tokens of a `TreeBatch`, each once, as a packed batch without prompts.
-
-    Tensors over tokens have an entry for each generated token, turn after turn, in the order of
-    `cu_generated`. `position_ids` are the nodes of the entries, `sequence_ids` and `turn_sequence`
-    their chains; `cu_seqlens` are the boundaries of the turns, as `cu_generated` is. Estimators,
-    loss weights and corrections read the entries as they read any batch. What needs sequences, such
-    as a trainer's format, refuses them.
-    """
-
-    labels: Any = _refused("labels", "call TreeBatch.labels")
-    logprobs: Any = _refused("logprobs", "call TreeBatch.logprobs")
-    model_inputs: Any = _refused("model_inputs", "call TreeBatch.model_inputs")
-    unpack: Any = _refused("unpack", "call TreeBatch.unpack")
-    select: Any = _refused("select", "call TreeBatch.micro_batches")
-    split: Any = _refused("split", "call TreeBatch.micro_batches")
-    micro_batches: Any = _refused("micro_batches", "call TreeBatch.micro_batches")
-
-
-class MicroEntries(MicroBatch):
-    """Entries of the turns of a `TreeMicroBatch`, as `Entries` are those of a `TreeBatch`.
-
-    `turn_ids` are turns of the batch, `position_ids` nodes of the micro-batch, `sequences` its
-    turns; `fields` hold the caller's tensors too. They have no padding.
-    """
-
-    labels: Any = _refused("labels", "call TreeMicroBatch.labels")
-    logprobs: Any = _refused("logprobs", "call TreeMicroBatch.logprobs")
-    model_inputs: Any = _refused("model_inputs", "call TreeMicroBatch.model_inputs")
-    shard: Any = _refused("shard", "a context-parallel rank computes nodes")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -97,7 +57,7 @@ class TreeNodes(LogprobMethods):
     loss_mask: torch.Tensor
     cu_seqlens: torch.Tensor
     fields: Mapping[str, torch.Tensor]
-    entries: Entries | MicroEntries
+    entries: Entries
     chains: Chains
     seqlens: tuple[int, ...]
     num_trained: int
@@ -114,6 +74,21 @@ class TreeNodes(LogprobMethods):
         return self.entries.num_tokens
 
     @property
+    def num_tokens(self) -> int:
+        """Number of nodes, as of any batch that a model computes."""
+        return self.num_nodes
+
+    @property
+    def num_generated(self) -> int:
+        """Number of entries, as of any batch."""
+        return self.num_entries
+
+    @property
+    def layout(self) -> str:
+        """``"tree"``."""
+        return "tree"
+
+    @property
     def device(self) -> torch.device:
         """Device of the tensors."""
         return self.input_ids.device
@@ -121,7 +96,7 @@ class TreeNodes(LogprobMethods):
     @property
     def entry_node(self) -> torch.Tensor:
         """int64 ``[entries]``: node of each entry."""
-        return self.entries.position_ids
+        return self.entries.node
 
     @cached_property
     def entry_parent(self) -> torch.Tensor:
@@ -134,7 +109,7 @@ class TreeNodes(LogprobMethods):
         return self.loss_mask.cumsum(0)
 
     @property
-    def _generated(self) -> Entries | MicroEntries:
+    def _generated(self) -> Entries:
         return self.entries
 
     def _predictions(self, most: int | None, *, each: bool) -> Predictions:
@@ -318,18 +293,18 @@ class TreeNodes(LogprobMethods):
             return starts, parents, depths
         return np.append(starts, length), np.append(parents, -1), np.append(depths, 0)
 
-    def node_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of nodes, trees and prompts by name, without the extra fields."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the memory of the batch from reuse while work of another stream reads it.
 
         See `PackedBatch.record_stream`.
         """
-        record_storages([*self.__dict__.copy().values(), *self.fields.values()], stream)
-        self.entries.record_stream(stream)
+        for part in (self, self.entries):
+            several = [*part.fields.values(), *self.entries.ragged_values.values()]
+            record_storages([*vars(part).values(), *several], stream)
+
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """Return the trees and their entries with all tensors moved, each once."""
+        return dataclasses.replace(moved(self, move), entries=moved(self.entries, move))
 
     def __len__(self) -> int:
         """Trees in the batch."""

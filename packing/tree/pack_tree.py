@@ -4,52 +4,39 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from trajpack.kernels.dispatch import Impl, resolve_impl
-from trajpack.kernels.fields.build import FIELD_DTYPES
+from trajpack.kernels.fields.build import expand_runs, field_of
 from trajpack.kernels.fields.gather_fields import gather_fields
-from trajpack.kernels.runs import MAX_TOKENS, RUN_WIDTH, Run, in_tiles
+from trajpack.kernels.runs import RUN_WIDTH, Run
 from trajpack.packing.batch.batch import PackedBatch
-from trajpack.packing.buffer.buffer import TrajectoryBuffer, values_of, write_batch
+from trajpack.packing.buffer.buffer import TrajectoryBuffer, write_batch
 from trajpack.packing.buffer.staging import DeviceRegion
-from trajpack.packing.buffer.tables import Tables, by_field
-from trajpack.packing.conversion import INT32_MAX, shown
+from trajpack.packing.buffer.tables import Tables
+from trajpack.packing.conversion import shown
+from trajpack.packing.micro_batches.cutting import summed
 from trajpack.packing.token_fields import TokenField
-from trajpack.packing.tree.nodes import Boundary, Entries
+from trajpack.packing.tree.entries import BatchEntries
+from trajpack.packing.tree.nodes import Boundary
 from trajpack.packing.tree.tree_batch import Share, TreeBatch
 from trajpack.packing.tree.trie import Chains, Ints, Rows, Trie, expanded, trie_of, union_of
 from trajpack.packing.types import Trajectory
 
-TREE_END, PARENT, NODE = Run.SEQUENCE, Run.VERSION, Run.POSITION
-"""Columns with another meaning in a tree. In rows of nodes: the end of the subtrees, and the
-parent of the row's first node. In rows of entries: the node of the row's first entry."""
+TREE_END, PARENT = Run.SEQUENCE, Run.VERSION
+"""Columns with another meaning in rows of nodes: the end of the subtrees, and the parent of the
+row's first node."""
 NODE_FIELDS = {
     "input_ids": "input_ids",
     "position_ids": "position_ids",
     "tree_end": "sequence_ids",
     "loss_mask": "loss_mask",
-    "tree_parent": "turn_ids",
 }
-"""Tensors of nodes, and the field of `build` whose memory holds each."""
-
-
-class TreePlan(NamedTuple):
-    """Rows of a run table: nodes, padding up to a whole tile, then entries."""
-
-    chains: Chains
-    num_node_rows: int
-    """Rows of nodes; one row of padding and the rows of entries follow."""
-    num_rows: int
-    num_trained: int
-    """Nodes that are generated tokens."""
-    first_entry: int
-    """Index of the first entry, a multiple of a tile."""
-    num_tokens: int
-    """Nodes, padding and entries."""
+"""Tensors of nodes, and the field of `build` that is each."""
 
 
 def pack_tree(
@@ -135,44 +122,28 @@ def _tree_of_buffer(
     if boundary == "duplicate" and share != "once":
         raise ValueError(f"boundary='duplicate' needs share='once', got share={share!r}")
     chosen = resolve_impl("pack_tree", impl, buffer.device)
-    tables, plan = arrange_tree(buffer, duplicate=boundary == "duplicate")
+    tables, chains, num_trained = arrange_tree(buffer, duplicate=boundary == "duplicate")
+    of_nodes, of_entries = _divided(buffer.fields)
     with buffer._staging.on_device():
         region = buffer._staging.send(buffer._state.num_words, tables.arrays)
-        columns = _write(region, plan, tables, chosen)
-        of_nodes, of_entries = (
-            _gather(region, plan, buffer.fields, chosen) if buffer.fields else ({}, {})
+        columns = write_batch(region, tables, of_entries, chosen)
+        nodes = _write_nodes(
+            region, chains.trie.num_nodes, of_nodes, columns["turn_returns"], chosen
         )
-    chains, num_nodes = plan.chains, plan.chains.trie.num_nodes
-    # `data`: nodes and entries share memory, but a write to one is none to the other
-    nodes = {name: columns[field][:num_nodes].data for name, field in NODE_FIELDS.items()}
-    columns |= {name: columns[name][plan.first_entry :].data for name in FIELD_DTYPES}
-    cu_seqlens, prompt_nodes = columns["cu_seqlens"], columns["turn_begin"]
-    bounds, lengths = columns["cu_generated"], tuple((chains.end - chains.begin).tolist())
+    columns |= buffer._labels.as_tuples(len(buffer))
     columns |= {
-        "turn_begin": bounds[:-1].clone(),
-        "cu_seqlens": bounds.clone(),
-        "seqlens": lengths,
-        "layout": "turns",
-        "num_generated": buffer._state.num_generated,
-        "fields": of_entries,
+        "node": columns["position_ids"],
+        "advantages": None,
         "token_fields": buffer.fields,
-        "ragged_values": values_of(region.stream, buffer.fields),
-        "tables": columns["tables"]._replace(
-            runs=_runs_of(region, plan)[1],
-            cu_new=bounds,
-            generated_lens=lengths,
-            value_lens=by_field(buffer.fields, tables.value_lens),
-            longest=tables.longest._replace(new=tables.longest.generated),
-            loss_mask=columns["loss_mask"],
-        ),
+        "value_counts": summed(columns["tables"].value_lens),
     }
+    of_table = {field.name for field in dataclasses.fields(BatchEntries)}
     return TreeBatch(
         **nodes,
-        cu_seqlens=cu_seqlens,
-        turn_prompt_node=prompt_nodes,
-        fields=of_nodes,
-        entries=Entries(**columns, **buffer._labels.as_tuples()),
-        num_trained=plan.num_trained,
+        cu_seqlens=region.tables["trees"],
+        turn_prompt_node=region.tables["prompt_node"],
+        entries=BatchEntries(**{name: columns[name] for name in of_table & columns.keys()}),
+        num_trained=num_trained,
         seqlens=tuple(np.diff(chains.trie.roots).tolist()),
         share=share,
         boundary=boundary,
@@ -180,95 +151,99 @@ def _tree_of_buffer(
     )
 
 
-def arrange_tree(buffer: TrajectoryBuffer, *, duplicate: bool = False) -> tuple[Tables, TreePlan]:
-    """Return the tables of a tree, from those of layout ``"merged"``.
+def arrange_tree(
+    buffer: TrajectoryBuffer, *, duplicate: bool = False
+) -> tuple[Tables, Chains, int]:
+    """Return the tables of a tree, its chains, and the number of trained nodes.
 
-    ``turn_begin`` becomes the node of the last token of each turn's prompt, ``cu_seqlens`` the
-    boundaries of the trees, and ``turn_spans`` the entries of each turn; ``turn_sequence`` stays.
-    With ``duplicate`` each node is followed by one token.
-
-    Raises:
-        ValueError: If nodes and entries would pass 2³¹ together.
+    The tables are those of a batch of the entries alone, whose positions are nodes and whose
+    sequences are chains. Beside them are the runs of the nodes, their sources of fields, the
+    boundaries of the trees, and the node of the last token of each turn's prompt. With
+    ``duplicate`` each node is followed by one token.
     """
-    merged = buffer._tables_of("merged")
-    columns, spans = buffer._state.columns, merged.spans
-    turn, chain, begin, end, version, logprob, _ = spans
-    trie, sources, first_rows = _trie_of(buffer, merged, duplicate=duplicate)
-    place = trie.places[chain]
-    index, depth, node, length = trie.pieces(place, begin, end)
+    merged, columns = buffer._tables_of("merged"), buffer._state.columns
+    spans, (of_nodes, of_entries) = merged.spans, _divided(buffer.fields)
+    rows = dict(zip(buffer.fields, zip(columns.rows, merged.rows, strict=True), strict=True))
+    words = buffer._staging.region.stream
+    compared = [Rows(words.view(np.uint8), rows[field][0], field.row_bytes) for field in of_nodes]
+    trie = trie_of(words, columns.sources, columns.chain_sizes, compared, duplicate=duplicate)
+    span, depth, node, length = trie.pieces(trie.places[spans.chain], spans.begin, spans.end)
+    chain, skipped = spans.chain[span], depth - spans.begin[span]
     generated = union_of(node, node + length)
-    first_entry = in_tiles(trie.num_nodes)
-    num_tokens = first_entry + int(length.sum())
-    if num_tokens > MAX_TOKENS:
-        raise ValueError(
-            f"a tree holds at most {MAX_TOKENS} nodes and generated tokens, this one needs "
-            f"{num_tokens}"
-        )
-    of_nodes, node_chain = _node_rows(trie, sources, generated)
-    skipped = depth - begin[index]
-    of_entries = {
-        Run.START: first_entry + np.cumsum(length) - length,
-        Run.SOURCE: sources[chain[index]] + depth,
-        Run.LOGPROB: logprob[index] + skipped,
-        NODE: node,
-        Run.SEQUENCE: chain[index],
-        Run.TURN: turn[index],
-        Run.VERSION: version[index],
-    }
-    padding = {Run.START: trie.num_nodes, Run.SOURCE: -1, Run.GENERATED: INT32_MAX}
-    split, num_rows = len(node_chain), len(node_chain) + 1 + len(index)
-    runs = np.zeros((num_rows + 1, RUN_WIDTH), np.int32)
-    for column in Run:
-        runs[:split, column] = of_nodes.get(column, 0)
-        runs[split, column] = padding.get(column, 0)
-        runs[split + 1 : num_rows, column] = of_entries.get(column, 0)
-    runs[num_rows, Run.START] = num_tokens
-    owner = merged.arrays["turn_trajectory"].astype(np.int64)
-    is_first = np.diff(turn, prepend=-1) != 0
-    is_last = np.append(is_first[1:], True)[: len(turn)]
-    chains = Chains(trie, place[is_first], begin[is_first], end[is_last], owner)
-    trees, bounds = trie.roots, merged.arrays["cu_generated"]
+    node_runs, node_chain = _node_runs(trie, columns.sources, generated)
+    depths = node_runs[:-1, Run.POSITION]
+    runs = _run_table(
+        length,
+        {
+            Run.SOURCE: columns.sources[chain] + depth,
+            Run.LOGPROB: spans.logprob[span] + skipped,
+            Run.POSITION: node,
+            Run.SEQUENCE: chain,
+            Run.TURN: spans.turn[span],
+            Run.VERSION: spans.version[span],
+        },
+    )
+    chains = Chains(
+        trie,
+        trie.places[columns.chains],
+        columns.begins,
+        columns.begins + columns.sizes,
+        merged.arrays["turn_trajectory"].astype(np.int64),
+    )
+    bounds = merged.arrays["cu_generated"]
     arrays = merged.arrays | {
         "runs": runs,
-        "cu_seqlens": trees.astype(np.int32),
+        "node_runs": node_runs,
+        "cu_new": bounds,
         "turn_spans": np.stack([bounds[:-1], bounds[1:]], 1),
-        "turn_begin": trie.node_at(chains.place, chains.begin - 1).astype(np.int32),
+        "trees": trie.roots.astype(np.int32),
+        "prompt_node": trie.node_at(chains.place, chains.begin - 1).astype(np.int32),
+        "field_sources": _sources(
+            [rows[field][1][span] + skipped * field.row_bytes for field in of_entries], len(runs)
+        ),
+        "node_sources": _sources(
+            [rows[field][0][node_chain] + depths * field.row_bytes for field in of_nodes],
+            len(node_runs),
+        ),
     }
-    if buffer.fields:
-        arrays["field_sources"] = np.zeros((num_rows + 1, len(buffer.fields)), np.int64)
-    for number, field in enumerate(buffer.fields):
-        out, of_spans = arrays["field_sources"][:num_rows, number], merged.rows[number]
-        if field.generated_only:
-            out[split + 1 :] = of_spans[index] + skipped * field.row_bytes
-        else:
-            out[:split] = first_rows[node_chain, number] + of_nodes[NODE] * field.row_bytes
-    num_trained = int((generated[1] - generated[0]).sum())
-    plan = TreePlan(chains, split, num_rows, num_trained, first_entry, num_tokens)
-    of_turns = np.array(columns.values, np.int64).reshape(len(columns.values), len(columns.sizes)).T
-    return merged._replace(arrays=arrays, num_tokens=num_tokens, value_lens=of_turns), plan
+    tables = merged._replace(
+        arrays=arrays,
+        num_tokens=int(columns.sizes.sum()),
+        generated_lens=columns.sizes,
+        value_lens=_sources(columns.values, len(columns.sizes)),
+        longest=merged.longest._replace(new=merged.longest.generated),
+    )
+    return tables, chains, int((generated[1] - generated[0]).sum())
 
 
-def _trie_of(
-    buffer: TrajectoryBuffer, tables: Tables, *, duplicate: bool
-) -> tuple[Trie, Ints, Ints]:
-    """Return the trie of the chains, their first words, and the first bytes of their fields."""
-    columns, words = buffer._state.columns, buffer._staging.region.stream
-    sources, lengths = columns.sources, columns.chain_sizes
-    first_rows = np.zeros((len(sources), len(buffer.fields)), np.int64)
-    for number, of_spans in enumerate(tables.rows):
-        first_rows[tables.spans.chain, number] = of_spans
-    compared = [
-        Rows(words.view(np.uint8), first_rows[:, number], field.row_bytes)
-        for number, field in enumerate(buffer.fields)
-        if not field.generated_only
+def _divided(fields: Sequence[TokenField]) -> tuple[list[TokenField], list[TokenField]]:
+    """Return the fields of nodes, and those of entries."""
+    return [one for one in fields if not one.generated_only], [
+        one for one in fields if one.generated_only
     ]
-    return trie_of(words, sources, lengths, compared, duplicate=duplicate), sources, first_rows
 
 
-def _node_rows(
+def _sources(columns: Sequence[Ints], num_rows: int) -> Ints:
+    """Return columns as a table of so many rows."""
+    table = np.zeros((num_rows, len(columns)), np.int64)
+    for number, column in enumerate(columns):
+        table[: len(column), number] = column
+    return table
+
+
+def _run_table(lengths: Ints, columns: dict[Run, Ints]) -> npt.NDArray[np.int32]:
+    """Return the run table of rows of these lengths."""
+    runs = np.zeros((len(lengths) + 1, RUN_WIDTH), np.int32)
+    runs[1:, Run.START] = np.cumsum(lengths)
+    for column, numbers in columns.items():
+        runs[:-1, column] = numbers
+    return runs
+
+
+def _node_runs(
     trie: Trie, sources: Ints, generated: tuple[Ints, Ints]
-) -> tuple[dict[Run, Ints], Ints]:
-    """Return the columns of the rows of nodes, and the chain of each row.
+) -> tuple[npt.NDArray[np.int32], Ints]:
+    """Return the run table of the nodes, and the chain of each row.
 
     A row ends where a segment or generated nodes end; so the nodes of a row are consecutive tokens
     of a chain, first those that no turn generated.
@@ -286,52 +261,36 @@ def _node_rows(
     parent[attached] = trie.node_at(place[attached], depth[attached] - 1)
     chain = trie.order[place]
     source = sources[chain] + depth
-    return {
-        Run.START: start,
-        Run.SOURCE: source,
-        Run.GENERATED: np.clip(np.append(begins, trie.num_nodes)[interval] - start, 0, length),
-        Run.LOGPROB: source,
-        Run.POSITION: depth,
-        TREE_END: segments.ends[at],
-        PARENT: parent,
-    }, chain
+    return _run_table(
+        length,
+        {
+            Run.SOURCE: source,
+            Run.GENERATED: np.clip(np.append(begins, trie.num_nodes)[interval] - start, 0, length),
+            Run.LOGPROB: source,
+            Run.POSITION: depth,
+            TREE_END: segments.ends[at],
+            PARENT: parent,
+        },
+    ), chain
 
 
-def _runs_of(region: DeviceRegion, plan: TreePlan) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a run table of the nodes, and one of the entries."""
-    runs, split = region.tables["runs"], plan.num_node_rows + 1
-    of_entries = runs[split:].clone()
-    of_entries[:, Run.START] -= plan.first_entry
-    return runs[:split], of_entries
-
-
-def _write(region: DeviceRegion, plan: TreePlan, tables: Tables, impl: Impl) -> dict[str, Any]:
-    """Write nodes and entries; return their columns by name, nodes first."""
-    num_nodes, rows = plan.chains.trie.num_nodes, region.tables["runs"][: plan.num_node_rows]
-    columns = write_batch(region, tables, (), impl)
-    parents = columns[NODE_FIELDS["tree_parent"]][:num_nodes]
-    if parents.device.type == "cpu":  # a tenth of the time of torch's operators
-        host, table = parents.numpy(), rows.numpy()
-        host[:] = np.arange(-1, num_nodes - 1, dtype=np.int32)
-        host[table[:, Run.START]] = table[:, PARENT]
-    else:
-        torch.arange(-1, num_nodes - 1, out=parents)
-        parents[rows[:, Run.START].long()] = rows[:, PARENT]
-    return columns
-
-
-def _gather(
-    region: DeviceRegion, plan: TreePlan, fields: Sequence[TokenField], impl: Impl
-) -> list[dict[str, torch.Tensor]]:
-    """Gather the extra fields: rows of the nodes, and rows of the entries."""
-    found: list[dict[str, torch.Tensor]] = [{}, {}]
-    of_parts = region.tables["field_sources"].tensor_split([plan.num_node_rows + 1])
-    sizes = plan.chains.trie.num_nodes, plan.num_tokens - plan.first_entry
-    for part, runs in enumerate(_runs_of(region, plan)):
-        chosen = [number for number, one in enumerate(fields) if one.generated_only == bool(part)]
-        if chosen:
-            columns = torch.stack([of_parts[part][:, number] for number in chosen], 1)
-            layouts = [fields[number].layout for number in chosen]
-            rows = gather_fields(region.stream, runs, columns, layouts, sizes[part], impl)
-            found[part] = {fields[n].name: one for n, one in zip(chosen, rows, strict=True)}
-    return found
+def _write_nodes(
+    region: DeviceRegion,
+    num_nodes: int,
+    fields: Sequence[TokenField],
+    returns: torch.Tensor,
+    impl: Impl,
+) -> dict[str, Any]:
+    """Launch the kernels that write the tensors of nodes."""
+    words, runs, sources = region.stream, region.tables["node_runs"], region.tables["node_sources"]
+    block = expand_runs(words, runs, returns, num_nodes, impl)
+    nodes: dict[str, Any] = {
+        name: field_of(block, num_nodes, of) for name, of in NODE_FIELDS.items()
+    }
+    parent = torch.arange(-1, num_nodes - 1, dtype=torch.int32, device=words.device)
+    parent[runs[:-1, Run.START].long()] = runs[:-1, PARENT]
+    layouts, rows = [field.layout for field in fields], list[torch.Tensor]()
+    if fields:
+        rows = gather_fields(words, runs, sources, layouts, num_nodes, impl)
+    nodes["fields"] = {field.name: of for field, of in zip(fields, rows, strict=True)}
+    return nodes | {"tree_parent": parent}

@@ -3,53 +3,48 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 
-from trajpack.kernels.fields.units import UNITS
-from trajpack.kernels.runs import RUN_WIDTH, Run
 from trajpack.kernels.scan.observations import PASSING
 from trajpack.packing.batch.batch import UNALIGNED, PackedBatch, SequenceOf
-from trajpack.packing.buffer.tables import cumulative
+from trajpack.packing.batch.unpack import trajectories_of
+from trajpack.packing.buffer.buffer import pack
 from trajpack.packing.conversion import sent
-from trajpack.packing.micro_batches.alignment import Alignment
-from trajpack.packing.micro_batches.cutting import merged
-from trajpack.packing.token_fields import TokenField
+from trajpack.packing.credit.advantages import Inputs, Own, with_advantages
+from trajpack.packing.credit.loss_weights import (
+    importance_weights,
+    loss_denominator,
+    loss_weights,
+)
+from trajpack.packing.micro_batches.alignment import Alignment, Placement
+from trajpack.packing.micro_batches.cutting import PaddedMicroBatch, merged
 from trajpack.packing.tree.chain_plan import (
     ChainPlan,
     check_plan,
     plan_chain_ranks,
     plan_chains,
 )
-from trajpack.packing.tree.micro_batches import TreeMicroBatch, cut_chains, place_turns
-from trajpack.packing.tree.nodes import Entries, TreeNodes
+from trajpack.packing.tree.entries import BatchEntries
+from trajpack.packing.tree.micro_batches import TreeMicroBatch, cut_chains
+from trajpack.packing.tree.nodes import TreeNodes
 from trajpack.packing.tree.statistics import TreeStatistics, statistics_of
-from trajpack.packing.tree.trie import Ints, expanded
+from trajpack.packing.tree.trie import expanded
 
 if TYPE_CHECKING:
     from trajpack.kernels.corrections.importance_weights import Correction
     from trajpack.kernels.corrections.loss_weights import Aggregation
     from trajpack.kernels.dispatch import Impl
     from trajpack.kernels.rearrange.select_tokens import Number
-    from trajpack.packing.credit.advantages import Own
     from trajpack.packing.credit.estimators import Estimator
     from trajpack.packing.types import Trajectory
 
-CONTEXT = {
-    "turn_ids": -1,
-    "policy_versions": -1,
-    "rollout_logprobs": 0.0,
-    "returns": 0.0,
-    "loss_mask": False,
-    "advantages": 0.0,
-}
-"""Values of tokens that were not generated."""
 Share: TypeAlias = Literal["once", "sum"]
 """Weight of an entry, see `TreeBatch.entry_weights`."""
 
@@ -66,12 +61,12 @@ class TreeBatch(TreeNodes):
 
     Attributes:
         turn_prompt_node: int32 ``[turns]``: node of the last token of each turn's prompt.
-        entries: Entries, turns and trajectories: all other tensors of a `PackedBatch`.
+        entries: Entries, and the turns and trajectories that they belong to.
         share: Weight of an entry, see `entry_weights`.
     """
 
     turn_prompt_node: torch.Tensor
-    entries: Entries
+    entries: BatchEntries
     share: Share
 
     @property
@@ -132,11 +127,9 @@ class TreeBatch(TreeNodes):
                 f"with_advantages: a tree has no entries for observation={observation!r}, in which "
                 "tokens that were not generated are steps; compute it with layout 'merged'"
             )
-        entries = self.entries.with_advantages(
-            estimator, values, ref_logprobs, logprobs=logprobs, bootstrap=bootstrap, scores=scores,
-            state_ids=state_ids, all_reduce=all_reduce, impl=impl,
-        )  # fmt: skip
-        return dataclasses.replace(self, entries=cast("Entries", entries))
+        inputs = Inputs(values, logprobs, ref_logprobs, bootstrap, scores, state_ids)
+        entries = with_advantages(self.entries, estimator, inputs, all_reduce=all_reduce, impl=impl)
+        return dataclasses.replace(self, entries=entries)
 
     def loss_weights(
         self,
@@ -145,6 +138,7 @@ class TreeBatch(TreeNodes):
         per: SequenceOf = "trajectory",
         denominator: float | torch.Tensor | None = None,
         truncated: Literal["keep", "mask"] = "keep",
+        impl: Impl = "auto",
     ) -> torch.Tensor:
         """Return weights with which a plain sum over entries is the aggregated loss.
 
@@ -155,10 +149,20 @@ class TreeBatch(TreeNodes):
         Arguments, errors and cost are as there; a ``"row"`` is a chain. With ``share="once"`` the
         weights, float32 ``[entries]``, are the bits of layout ``"merged"``.
         """
-        weights = self.entries.loss_weights(
-            aggregation, per=per, denominator=denominator, truncated=truncated
+        weights = loss_weights(
+            self.entries, aggregation, per, truncated, denominator=denominator, impl=impl
         )
         return weights if self.share == "once" else weights * self.entry_weights
+
+    def loss_denominator(
+        self,
+        aggregation: Aggregation,
+        *,
+        per: SequenceOf = "trajectory",
+        truncated: Literal["keep", "mask"] = "keep",
+    ) -> torch.Tensor:
+        """Return this batch's share of the denominator, as `PackedBatch.loss_denominator`."""
+        return loss_denominator(self.entries, aggregation, per, truncated)
 
     def importance_weights(
         self,
@@ -174,8 +178,9 @@ class TreeBatch(TreeNodes):
         `PackedBatch.importance_weights` of the entries, with its arguments, errors and cost;
         ``[entries]`` each, the bits of layout ``"merged"``.
         """
-        options: dict[str, Any] = {"per": per, "metrics": metrics, "impl": impl}
-        return self.entries.importance_weights(logprobs, correction, **options)
+        return importance_weights(
+            self.entries, logprobs, correction, per=per, metrics=metrics, impl=impl
+        )
 
     def statistics(self) -> TreeStatistics:
         """Return what the tree shares, between whom, and where and why prefixes broke.
@@ -297,8 +302,11 @@ class TreeBatch(TreeNodes):
             True
         """
         check_plan(plan, self.chains.trie)
-        placed = [place_turns(self.chains, turns) for turns in self.chains.turns_at(plan.bounds)]
-        return merged(self.entries, placed, outputs, fill, impl)
+        lengths, placed = self.entries.host_lengths, list[PaddedMicroBatch]()
+        for turns in self.chains.turns_at(plan.bounds):
+            kept = lengths.seqlens[turns]
+            placed.append(PaddedMicroBatch(turns, kept, Placement(kept, kept, int(kept.sum()))))
+        return merged(lengths, placed, outputs, self.device, fill=fill, impl=impl)
 
     def merged(self) -> PackedBatch:
         """Return the same trajectories as a batch of layout ``"merged"``, on the host.
@@ -313,80 +321,59 @@ class TreeBatch(TreeNodes):
             >>> batch.input_ids, batch.merged().input_ids
             (tensor([1, 2, 3, 4]), tensor([1, 2, 3, 1, 2, 4]))
         """
-        tree = self.to("cpu")
-        entries, (trie, place, begin, end, _) = tree.entries, tree.chains
-        chain, lengths = trie.order[place], trie.lengths[trie.places]
-        starts, pieces = (
-            np.cumsum(lengths) - lengths,
-            trie.pieces(trie.places, 0 * lengths, lengths),
-        )
-        begin, end = starts[chain] + begin, starts[chain] + end
-        path = torch.from_numpy(expanded(pieces.node, pieces.length))
-        at = torch.from_numpy(expanded(begin, end - begin))
-        given = {field.name: getattr(entries, field.name) for field in dataclasses.fields(entries)}
-        for name, value in CONTEXT.items():
-            if (values := given[name]) is not None:
-                given[name] = values.new_full((len(path),), value).index_copy_(0, at, values)
-        order = np.argsort(chain, kind="stable")
-        opens, ended = np.diff(chain[order], prepend=-1) != 0, np.roll(end[order], 1)
-        begins = np.empty_like(end)  # where the turn before in its chain ended, or the chain starts
-        begins[order] = np.where(opens, starts[chain[order]], ended)
-        tables = {
-            "sequence_ids": np.repeat(np.arange(len(lengths)), lengths),
-            "turn_spans": np.stack([begin, end], 1),
-            "turn_begin": begins,
-            "cu_seqlens": np.append(starts, len(path)),
+        entries, trajectories = self.entries, self.unpack()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they came when the tree was packed
+            batch = pack(trajectories, "merged", "cpu", fields=entries.token_fields)
+        bounds = batch.turn_spans.numpy().astype(np.int64)
+        at = torch.from_numpy(expanded(bounds[:, 0], np.diff(bounds)[:, 0]))
+        later: dict[str, Any] = {
+            "turn_returns": entries.turn_returns.cpu(),
+            "metrics": None if entries.metrics is None else entries.metrics.cpu(),
+            "metric_names": entries.metric_names,
         }
-        given |= {name: torch.from_numpy(table.astype(np.int32)) for name, table in tables.items()}
-        given["fields"] = {
-            field.name: _spread(field, entries.fields[field.name], at, len(path))
-            if field.generated_only
-            else tree.fields[field.name][path]
-            for field in entries.token_fields
-        }
-        given |= {
-            "input_ids": tree.input_ids[path],
-            "position_ids": tree.position_ids[path],
-            "prompt_mask": given["turn_ids"] < 0,
-            "layout": "merged",
-            "seqlens": tuple(lengths.tolist()),
-        }
-        sizes = (end - begin).astype(np.int64)
-        runs = np.zeros((len(sizes) + 1, RUN_WIDTH), np.int32)  # without sources
-        order = np.argsort(begin, kind="stable")
-        runs[1:, Run.START], runs[:-1, Run.TURN] = end[order], order
-        runs[:-1, Run.GENERATED] = begin[order] - runs[:-1, Run.START]
-        cu_new = cumulative(end - begins)
-        of_turns = entries.tables.value_lens.items()
-        given["tables"] = entries.tables._replace(
-            runs=torch.from_numpy(runs),
-            cu_new=torch.from_numpy(cu_new),
-            generated_lens=tuple(np.bincount(chain, sizes, len(lengths)).astype(int).tolist()),
-            value_lens={name: _summed(lens, chain, len(lengths)) for name, lens in of_turns},
-            longest=entries.tables.longest._replace(
-                new=int(np.diff(cu_new[entries.cu_turns.numpy()]).max(initial=0))
-            ),
-            loss_mask=given["loss_mask"] if entries._is_whole else ~given["prompt_mask"],
-        )
-        return PackedBatch(**given)
+        names = ["returns", "advantages", "loss_mask"]
+        if entries.tables.is_whole(entries.loss_mask):
+            names.remove("loss_mask")
+        for name in names:
+            if (values := getattr(entries, name)) is not None:
+                rows = values.new_zeros(batch.num_tokens, device="cpu")
+                later[name] = rows.index_copy_(0, at, values.cpu())
+        return dataclasses.replace(batch, **later)
 
     def unpack(self) -> list[Trajectory]:
         """Return the packed trajectories, equal in every value, in their order."""
-        return self.merged().unpack()
+        trie, place, begin, end, _ = self.chains
+        lengths = trie.lengths[trie.places]
+        pieces = trie.pieces(trie.places, np.zeros_like(lengths), lengths)
+        path = sent(expanded(pieces.node, pieces.length), self.device)
+        first = (np.cumsum(lengths) - lengths)[trie.order[place]]
+        places = torch.from_numpy(np.stack([first, first + begin, first + end], 1))
+        fields: dict[str, Any] = {name: rows[path] for name, rows in self.fields.items()}
+        fields |= self.entries.fields
+        fields |= {name: self.values_of_tokens(name) for name in self.entries.ragged_values}
+        return trajectories_of(self.entries, self.input_ids[path], places, fields)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TreeBatch:
         """Return the batch on ``device``; the same object if it is there already."""
-        entries = self.entries.to(device, non_blocking)
-        if entries is self.entries:
+        if self.cu_seqlens.to(device) is self.cu_seqlens:
             return self
-        moved: dict[str, Any] = {
-            name: tensor.to(device, non_blocking=non_blocking)
-            for name, tensor in self.node_tensors().items()
-        }
-        moved["fields"] = {
-            name: rows.to(device, non_blocking=non_blocking) for name, rows in self.fields.items()
-        }
-        return dataclasses.replace(self, entries=entries, **moved)
+        return self._compact().moved(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return fields that share no memory: pickles and deep copies hold the tensors alone."""
+        return vars(self._compact().moved(torch.Tensor.clone)).copy()
+
+    def _compact(self) -> TreeBatch:
+        """Return the batch with the values of ragged fields alone, in the order of the entries."""
+        entries, (fields, values) = self.entries, self.compact_fields()
+        tables = entries.tables
+        if not tables.is_whole(entries.loss_mask):  # nor may it be behind a move
+            tables = tables._replace(loss_mask=tables.loss_mask.clone())
+        of_entries = dataclasses.replace(
+            entries, fields=fields, ragged_values=values, tables=tables
+        )
+        return dataclasses.replace(self, entries=of_entries)
 
     def __repr__(self) -> str:
         return (
@@ -394,21 +381,3 @@ class TreeBatch(TreeNodes):
             f"{len(self)} trees; {self.num_nodes:,} nodes, {self.num_entries:,} entries; "
             f"share {self.share!r}, boundary {self.boundary!r}; {self.device})"
         )
-
-
-def _summed(lengths: Ints, owners: Ints, count: int) -> Ints:
-    """Return the sums of rows that have the same owner."""
-    sums = np.zeros((count, lengths.shape[1]), np.int64)
-    np.add.at(sums, owners, lengths)
-    return sums
-
-
-def _spread(
-    field: TokenField, rows: torch.Tensor, place: torch.Tensor, num_tokens: int
-) -> torch.Tensor:
-    """Return rows of all tokens, with the field's fill where none was generated."""
-    layout = field.layout
-    unit = UNITS[layout.dtype.itemsize]  # torch fills few dtypes
-    fill = int.from_bytes(layout.fill, sys.byteorder, signed=True)
-    bits = torch.full((num_tokens, *layout.shape), fill, dtype=unit)
-    return bits.index_copy_(0, place, rows.view(unit)).view(layout.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import random
 from dataclasses import replace
 from typing import Any
@@ -109,7 +110,8 @@ def test_micro_batches_are_those_of_the_host_and_nobody_waits() -> None:
 
 def tensors_of(part: Any) -> dict[str, torch.Tensor]:
     """Return the tensors of nodes or of entries, extra fields too."""
-    tensors = part.node_tensors() if hasattr(part, "node_tensors") else part.tensors()
+    values = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+    tensors = {name: one for name, one in values.items() if isinstance(one, torch.Tensor)}
     return tensors | dict(part.fields)
 
 

@@ -166,7 +166,7 @@ def test_trees_carry_them_with_their_entries(drawn):
     assert tree.unpack() == trajectories
     turns = [turn for one in trajectories for turn in one.turns]
     expected = [row for turn in turns for row in turn.fields["mask"]]
-    assert lists_of(tree.entries.ragged("mask")) == expected
+    assert lists_of(tree.ragged("mask")) == expected
 
 
 @given(drawn=trajectory_lists().filter(len), data=st.data())

@@ -107,7 +107,7 @@ def test_a_narrowed_tree_is_saved_and_loaded(
 ) -> None:
     tree = pack_tree(drawn).with_advantages(trajpack.TurnReturns())
     mask = torch.arange(tree.num_entries) % 3 > 0
-    tree = dataclasses.replace(tree, entries=tree.entries.narrow(mask))
+    tree = dataclasses.replace(tree, entries=dataclasses.replace(tree.entries, loss_mask=mask))
     path = tmp_path_factory.mktemp("tree") / "tree.safetensors"
     save(tree, path)
     loaded = load_tree(path)

@@ -81,6 +81,8 @@ def test_loss_weights_are_those_of_the_merged_layout(aggregation, per, truncated
     by_ten = merged.loss_weights(aggregation, denominator=10.0, **options)
     got = tree.loss_weights(aggregation, denominator=10.0, **options)
     assert_same_bits(got, generated(merged, by_ten))
+    counts = [of.loss_denominator(aggregation, **options) for of in (tree, merged)]
+    assert_same_bits(*counts)
 
 
 @pytest.mark.parametrize("per", ["trajectory", "turn"])

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings, strategies as st
 from tests.kernels.test_launches import VIEWS, RecordedOps
 from tests.packing.isolation.tiny_models import tiny_model
 from tests.packing.tree import tree_oracle as oracle
-from tests.packing.tree.test_tree import ROUTES, VALUES, with_fields
+from tests.packing.tree.test_tree import ROUTES, VALUES, assert_trees_equal, with_fields
 from tests.packing.tree.test_tree_models import (
     branching,
     by_tree,
@@ -140,7 +140,7 @@ def test_each_entry_is_in_one_micro_batch_on_the_node_of_its_prefix(drawn, padde
     seen = []
     alignment = PADDED if padded else Alignment()
     for one in batch.micro_batches(plan, alignment, tensors={"weights": weights}):
-        turns = one.entries.sequences
+        turns = one.turns
         assert [*turns] == sorted(turns)
         own = [entry for turn in turns for entry in range(*bounds[turn : turn + 2])]
         seen += own
@@ -180,7 +180,7 @@ def test_fields_come_along(trajectories, random):
         expected = {tuple(path[:end]) for path in paths for end in range(1, len(path) + 1)}
         assert (len(found), set(found)) == (len(expected), expected)
         assert routes[real:] == [[0, 0]] * one.num_padding
-        own = [e for turn in one.entries.sequences for e in range(*bounds[turn : turn + 2])]
+        own = [e for turn in one.turns for e in range(*bounds[turn : turn + 2])]
         assert_same_bits(one.entries.fields["values"], batch.entries.fields["values"][own])
 
 
@@ -314,8 +314,8 @@ def test_a_plan_is_one_copy_and_two_launches_for_each_micro_batch(alignment):
     padded = sum(one.num_padding > 0 for one in found)
     assert sum(counts.values()) == 3 + 8 * len(plan) + padded, counts
     for one, same in zip(found, host.micro_batches(plan, alignment), strict=True):
-        for name, tensor in same.node_tensors().items():
-            other = one.node_tensors()[name]
+        for name in ("input_ids", "position_ids", "tree_end", "tree_parent", "loss_mask"):
+            other, tensor = getattr(one, name), getattr(same, name)
             assert (other.shape, other.dtype, other.is_meta) == (tensor.shape, tensor.dtype, True)
         assert one.entry_node.shape == same.entry_node.shape
         assert one.num_trained == same.num_trained
@@ -334,10 +334,7 @@ def test_the_kernel_selects_the_bits_of_the_reference(drawn):
     assert len(plan) <= len(executor.launched) <= 2 * len(plan)
     assert len(executor.launched) >= len(plan) + entries
     for one, other in zip(found, batch.micro_batches(plan, PADDED, impl="torch"), strict=True):
-        for name, tensor in other.node_tensors().items():
-            assert_same_bits(one.node_tensors()[name], tensor, name)
-        for name, tensor in other.entries.tensors().items():
-            assert_same_bits(one.entries.tensors()[name], tensor, name)
+        assert_trees_equal(one, other)
 
 
 def test_planning_takes_steps_in_proportion_to_chains():

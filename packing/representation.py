@@ -1,4 +1,4 @@
-"""The ``repr`` of classes whose fields can hold thousands of tokens."""
+"""What classes of large values say of themselves: ``repr``, ``dir``, and of a name they lack."""
 
 from __future__ import annotations
 
@@ -11,6 +11,18 @@ import torch
 
 _NUMBERS, _OTHERS, _CHARS = 6, 2, 60
 """Numbers, other entries and characters that are shown at most."""
+INTERNAL = frozenset(("host_lengths", "host_values", "tables", "value_counts", "values_of_tokens"))
+"""Attributes without an underscore that are read by this library alone."""
+CALLED = {
+    "attention_mask": "model_inputs(), which has what keeps sequences apart",
+    "response_mask": "loss_mask",
+    "completion_mask": "loss_mask",
+    "rewards": "turn_rewards",
+    "old_log_probs": "rollout_logprobs",
+    "rollout_log_probs": "rollout_logprobs",
+    "old_per_token_logps": "rollout_logprobs",
+}
+"""Names of other libraries, and what their values are called here."""
 
 
 def brief_repr(self: Any) -> str:
@@ -29,6 +41,31 @@ completion_logprobs=[-0.5], reward=1.0)
     """
     shown = [f"{name}={_brief(value)}" for name, value in _told(self)]
     return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def public_names(self: Any) -> list[str]:
+    """Return the names that users need; it serves as ``__dir__``, which completion reads.
+
+    Example:
+        >>> from trajpack import Trajectory, Turn, pack
+        >>> batch = pack([Trajectory("a", [Turn([1], [2], [-0.5])])])
+        >>> [name for name in dir(batch) if name.startswith(("_", "h", "ta", "va"))]
+        ['task_ids']
+    """
+    return [name for name in object.__dir__(self) if name[0] != "_" and name not in INTERNAL]
+
+
+def missing_attribute(self: Any, name: str) -> None:
+    """Raise for a name that the object lacks, and say how it is called here.
+
+    It serves as ``__getattr__``, which is called only where there is no such attribute.
+
+    Raises:
+        AttributeError: Always.
+    """
+    words = f"{type(self).__name__!r} object has no attribute {name!r}"
+    hint = f"; it is called {CALLED[name]}" if name in CALLED else ""
+    raise AttributeError(words + hint, name=name, obj=self)
 
 
 def _told(owner: Any) -> list[tuple[str, Any]]:

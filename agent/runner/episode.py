@@ -45,7 +45,8 @@ class Attempt:
         """Run the agent, and cancel tasks that still ask at its end."""
         try:
             environment = ReportingEnvironment(self)
-            trajectories = await self.runner.run_agent(prompt, environment, self.generate)
+            answer = self.runner.run_agent(prompt, environment, self.generate)
+            trajectories = await awaitable(answer, "run of the agent")
             return await checked_trajectories(trajectories)
         except ENDS:
             raise
@@ -101,7 +102,10 @@ class Attempt:
 async def reply_of(engine: Engine, request: GenerationRequest) -> GenerationOutput:
     """Return what the engine returns, or raise its failure as a `GenerationError`."""
     try:
-        return await engine.generate(request)
+        reply: GenerationOutput = await awaitable(
+            engine.generate(request), "generate of the engine"
+        )
+        return reply
     except GenerationError as error:
         if error.qid != request.qid:
             raise type(error)(request.qid, error.reason) from error
@@ -152,7 +156,7 @@ class ReportingEnvironment:
         runner = self._attempt.runner
         runner.num_calls += 1
         try:
-            return await method(*values, **named)
+            return await awaitable(method(*values, **named), "a method of the environment")
         except BaseException as error:
             self._attempt.environment_errors.append(error)
             raise
@@ -172,8 +176,25 @@ def check_serving(engine: Engine) -> None:
         check()
 
 
+def awaitable(answer: Any, method: str) -> Awaitable[Any]:
+    """Return what a method returned, if it can be awaited."""
+    if not isinstance(answer, Awaitable):
+        raise TypeError(f"{method} must be `async def`, got {type(answer).__name__} from it")
+    return answer
+
+
+def check_made(name: str, value: Any) -> None:
+    """Raise if ``value`` is a class where one of its objects is needed."""
+    if isinstance(value, type):
+        made = f"{value.__name__}(...)"
+        raise TypeError(
+            f"{name} must be an object, got the class {value.__name__}; make one: {made}"
+        )
+
+
 def coroutine_of(agent: Any) -> Callable[[Prompt, Any, Generate], Awaitable[Any]]:
     """Return an agent's coroutine function: the agent, if it can be called, or its ``run``."""
+    check_made("agent", agent)
     function: Callable[..., Any] | None = agent if callable(agent) else getattr(agent, "run", None)
     if not callable(function):
         raise TypeError(
@@ -201,7 +222,8 @@ async def run_episode(
         TypeError, ValueError: If a `TrajectoryBuffer` would not take what the agent returns.
         Exception: As the agent raised it.
     """
-    trajectories = await coroutine_of(agent)(prompt, env, generate)
+    answer = coroutine_of(agent)(prompt, env, generate)
+    trajectories = await awaitable(answer, "run of the agent")
     return labelled(await checked_trajectories(trajectories), prompt.task)
 
 

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from trajpack.agent.protocols import Engine, SamplingParams
-from trajpack.agent.runner.episode import coroutine_of
+from trajpack.agent.runner.episode import check_made, coroutine_of
 from trajpack.agent.runner.gate import GenerationGate
 from trajpack.agent.runner.observers import Observers, RolloutObserver
 from trajpack.agent.runner.policy import GroupPolicy, RolloutPolicy, StalenessGate, check_least
@@ -45,7 +45,8 @@ class RolloutRunner:
             before each result is handed over. Its exception ends the run.
 
     Raises:
-        TypeError: If the agent has no coroutine, or an option is of the wrong kind.
+        TypeError: If the agent or the engine has no coroutine or is a class, or an option is of
+            the wrong kind.
         ValueError: If ``concurrency`` or ``group_size`` is below 1.
     """
 
@@ -67,6 +68,12 @@ class RolloutRunner:
             raise TypeError(f"policy must be a RolloutPolicy, got {type(self.policy).__name__}")
         if isinstance(self.finished, str):
             raise TypeError(f"finished must be several names, got {self.finished!r}")
+        check_made("engine", self.engine)
+        check_made("environment", self.environment)
+        if not hasattr(self.engine, "generate"):
+            got = type(self.engine).__name__
+            wrap = "; wrap it: FunctionEngine(function)" if callable(self.engine) else ""
+            raise TypeError(f"engine must have a coroutine generate(request), got {got}{wrap}")
         require("anyio")
         self.finished = frozenset(self.finished)
         self.run_agent = coroutine_of(self.agent)

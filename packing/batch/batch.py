@@ -29,6 +29,7 @@ from trajpack.packing.micro_batches.labels import LabelMethods
 from trajpack.packing.micro_batches.logprobs import LogprobMethods
 from trajpack.packing.micro_batches.micro_batch import model_inputs, record_storages
 from trajpack.packing.optional import require
+from trajpack.packing.representation import missing_attribute, public_names
 from trajpack.packing.text import counted
 from trajpack.packing.token_fields import TokenField
 from trajpack.packing.types import Trajectory
@@ -183,6 +184,10 @@ class PackedBatch(LabelMethods, LogprobMethods):
     def device(self) -> torch.device:
         """Device of the tensors."""
         return self.input_ids.device
+
+    __dir__ = public_names
+    if not TYPE_CHECKING:  # else it would have every attribute
+        __getattr__ = missing_attribute
 
     def __len__(self) -> int:
         """Sequences in the batch."""

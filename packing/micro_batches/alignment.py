@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -13,6 +14,14 @@ from trajpack.packing.conversion import as_integer
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Tail: TypeAlias = Literal["sequence", "extend", "separate"]
+
+
+def check_alignment(alignment: object) -> None:
+    """Raise unless this is an `Alignment`; it often is what ``tensors`` should be."""
+    if not isinstance(alignment, Alignment):
+        got = type(alignment).__name__
+        hint = "; pass tensors=... by name" if isinstance(alignment, Mapping) else ""
+        raise TypeError(f"alignment must be an Alignment, got {got}{hint}")
 
 
 class Placement(NamedTuple):

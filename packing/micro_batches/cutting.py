@@ -15,7 +15,7 @@ import torch
 
 from trajpack.kernels.dispatch import Impl, check_not_captured
 from trajpack.kernels.rearrange.select_tokens import Number, Segment, TokenSources, merge_tokens
-from trajpack.packing.micro_batches.alignment import Alignment, Ints, Placement
+from trajpack.packing.micro_batches.alignment import Alignment, Ints, Placement, check_alignment
 from trajpack.packing.micro_batches.micro_batch import MicroBatch, check_given
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ def place_selected(
         TypeError: If they are not integers.
         ValueError: If the batch has no such sequence, or the alignment no room.
     """
+    check_alignment(alignment)
     chosen = np.asarray(list(sequences) if not isinstance(sequences, np.ndarray) else sequences)
     if chosen.size and chosen.dtype.kind not in "iu":
         raise TypeError(f"sequences must be integers, got {chosen.dtype}")
@@ -115,6 +116,7 @@ def place_plan(lengths: Lengths, plan: Plan, alignment: Alignment) -> list[Padde
         ValueError: If the plan is for other sequences, the alignment has no room, or padding that
             the plan did not count takes a micro-batch over the capacity.
     """
+    check_alignment(alignment)
     if not hasattr(plan, "cu_bins"):
         raise TypeError(f"plan must be a Plan, of one rank and step, got {type(plan).__name__}")
     if len(plan.seqlens) != len(lengths.seqlens):

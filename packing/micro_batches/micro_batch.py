@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from trajpack.kernels.rearrange.context_parallel import Partition, chunks_of, context_parallel_index
 from trajpack.packing.micro_batches.labels import LabelMethods
 from trajpack.packing.micro_batches.logprobs import LogprobMethods
+from trajpack.packing.representation import missing_attribute, public_names
 
 M = TypeVar("M")
 WITHOUT_STREAMS = ("cpu", "meta")
@@ -183,6 +184,10 @@ class MicroBatch(LabelMethods, LogprobMethods):
     def device(self) -> torch.device:
         """Device of the tensors."""
         return self.input_ids.device
+
+    __dir__ = public_names
+    if not TYPE_CHECKING:  # else it would have every attribute
+        __getattr__ = missing_attribute
 
     def __len__(self) -> int:
         """Number of sequences, the padding sequence included."""

@@ -207,6 +207,9 @@ def _fit_lengths(
 
 def read_lengths(op: str, seqlens: Any) -> Ints:
     """Return lengths as a new int64 array, checked."""
+    if hasattr(seqlens, "seqlens"):
+        got = type(seqlens).__name__
+        raise TypeError(f"{op}: seqlens must be lengths, got {got}; pass its .seqlens")
     array = _as_array(seqlens)
     if array.ndim != 1:
         raise ValueError(f"{op}: seqlens must be one row of lengths, got shape {list(array.shape)}")

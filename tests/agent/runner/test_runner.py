@@ -3,15 +3,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
-from tests.agent.runner.runner_cases import EchoEngine, TwoTurns, prompts, roll, runner, serve, take
+from tests.agent.runner.runner_cases import (
+    EchoEngine,
+    NoEnvironment,
+    TwoTurns,
+    prompts,
+    roll,
+    runner,
+    serve,
+    take,
+)
 from trajpack.agent.engines.transformers_engine import TransformersEngine
+from trajpack.agent.errors import EpisodeError
 from trajpack.agent.models.tiny_model import build_tiny_model
 from trajpack.agent.protocols import Prompt, SamplingParams
-from trajpack.agent.runner.runner import EpisodeResult, Progress
+from trajpack.agent.runner.runner import EpisodeResult, Progress, RolloutRunner
 
 
 @pytest.mark.parametrize("group", [None, "mine"])
@@ -96,6 +106,57 @@ def test_a_runner_can_run_again_and_at_the_same_time() -> None:
 def test_wrong_options_are_refused(options: Any, kind: Any, message: str) -> None:
     with pytest.raises(kind, match=message):
         runner(EchoEngine(), TwoTurns(), **options)
+
+
+class SyncEngine(EchoEngine):
+    def generate(self, request: Any) -> Any:
+        return request
+
+
+class SyncEnvironment(NoEnvironment):
+    def step(self, action: Any) -> Any:
+        return None, 1.0, True, False, {}
+
+
+class Asks(TwoTurns):
+    async def run(self, prompt: Any, env: Any, generate: Any) -> Any:
+        await env.step(("x", ["y"]))
+
+
+class Rollout(NamedTuple):
+    engine: Any = EchoEngine()
+    agent: Any = TwoTurns()
+    environment: Any = NoEnvironment()
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        (Rollout(engine=print), r"engine must have .*; wrap it: FunctionEngine\(function\)"),
+        (Rollout(engine=EchoEngine), r"engine must be an object, got the class EchoEngine"),
+        (Rollout(agent=TwoTurns), r"got the class TwoTurns; make one: TwoTurns\(\.\.\.\)"),
+        (
+            Rollout(environment=NoEnvironment),
+            "environment must be .* class NoEnvironment; make one",
+        ),
+        (
+            Rollout(SyncEngine()),
+            "generate of the engine must be `async def`, got GenerationRequest",
+        ),
+        (Rollout(agent=lambda *_: ()), "run of the agent must be `async def`, got tuple from it"),
+        (
+            Rollout(agent=Asks(), environment=SyncEnvironment()),
+            "a method of the environment must be `async def`, got tuple from it",
+        ),
+    ],
+)
+def test_what_is_no_object_or_no_coroutine_is_named(rollout: Rollout, message: str) -> None:
+    async def body(_: Any) -> None:
+        (result,) = await take(RolloutRunner(*rollout).run(prompts(1)))
+        raise result.error
+
+    with pytest.raises((TypeError, EpisodeError), match=message):
+        serve(body)
 
 
 def test_the_real_engine_serves_a_run_from_start_to_end_and_one_that_is_left() -> None:

@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 import pickle
 
@@ -5,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+import trajpack
 from trajpack import Trajectory, Turn, pack
 from trajpack.testing import assert_batches_equal, random_trajectory
 
@@ -59,6 +61,39 @@ def test_a_batch_says_what_it_holds():
         "1,504 tokens, 1,501 generated; longest 1,502; policy versions 0 to 2; cpu)"
     )
     assert "meta" in repr(batch.to("meta"))
+
+
+@pytest.mark.parametrize("kind", ["batch", "micro-batch"])
+def test_names_of_other_libraries_are_answered_with_ours(kind):
+    batch = pack(some_trajectories())
+    owner = batch if kind == "batch" else batch.select([0])
+    for name, ours in [("response_mask", "loss_mask"), ("rewards", "turn_rewards")]:
+        with pytest.raises(AttributeError, match=f"no attribute '{name}'; it is called {ours}$"):
+            getattr(owner, name)
+    with pytest.raises(AttributeError, match=r"'attention_mask'; it is called model_inputs\(\)"):
+        owner.attention_mask  # noqa: B018
+    with pytest.raises(
+        AttributeError, match=f"'{type(owner).__name__}' .* no attribute 'nothing'$"
+    ):
+        owner.nothing  # noqa: B018
+    assert all(hasattr(owner, name) and not name.startswith("_") for name in dir(owner))
+    assert {"input_ids", "seqlens", "model_inputs", "logprobs"} <= {*dir(owner)}
+    assert not {"tables", "host_lengths", "value_counts"} & {*dir(owner)}
+    assert_batches_equal(copy.deepcopy(batch), batch)
+
+
+@pytest.mark.parametrize("call", ["select", "split", "merge"])
+def test_tensors_in_place_of_an_alignment_are_named(call):
+    batch = pack(some_trajectories())
+    plan = trajpack.plan_micro_batches(batch.seqlens, 100)
+    before = {"select": [[0]], "split": [plan], "merge": [plan, []]}[call]
+    words = r"alignment must be an Alignment, got dict; pass tensors=\.\.\. by name"
+    with pytest.raises(TypeError, match=words):
+        getattr(batch, call)(*before, {"weights": batch.returns})
+    with pytest.raises(
+        TypeError, match=r"seqlens must be lengths, got PackedBatch; pass its \.seq"
+    ):
+        trajpack.plan_micro_batches(batch, 100)
 
 
 def make_model(family, attention):

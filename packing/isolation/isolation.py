@@ -179,7 +179,7 @@ class _Trial:
         for sequence, here in enumerate(self.places):
             if here.sum() <= 2:  # too few for a median
                 continue
-            row = {"input_ids": self.row["input_ids"][:, here], **options}
+            row = {"input_ids": self.row["input_ids"][:, here], **options, **self._bounds(here)}
             distances = _distances(packed[here], self.logits(row, "a sequence alone"))
             distance = float(distances.median() / usual)
             if not distance <= allowed:
@@ -189,6 +189,14 @@ class _Trial:
                     f"make, expected at most {allowed:.1e}. No sequence moves another, so its "
                     "positions may not begin anew in each"
                 )
+
+    def _bounds(self, here: torch.Tensor) -> Row:
+        """Return the boundaries of a sequence alone, if the row has any."""
+        length = int(here.sum())
+        bounds = torch.tensor([0, length], dtype=torch.int32, device=self.device)
+        alone = {"cu_seq_lens": bounds, "max_length": length}
+        names = [(f"{name}_{side}", one) for name, one in alone.items() for side in "qk"]
+        return {name: one for name, one in names if name in self.row}
 
     def logits(self, row: Row, taken: str = "packed sequences") -> torch.Tensor:
         """Return the logits of a row, ``[tokens, ids]``; each pass draws the same numbers."""

@@ -13,9 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, modeling_flash_attent
 
 from tests.packing.isolation.tiny_models import VOCABULARY, tiny_model
 from tests.support.slow import slow, slow_after
-from trajpack import GRPO, Trajectory, TreeBatch, Turn, pack_tree
+from trajpack import GRPO, Alignment, Trajectory, TreeBatch, Turn, pack, pack_tree
 from trajpack.packing.adapters.huggingface import (
     LMHead,
+    check_isolation,
     check_tree_attention,
     register_tree_attention,
 )
@@ -195,6 +196,42 @@ def test_log_probabilities_and_gradients_are_those_of_separate_rows(
         want = gradients(model, loss(rows, batch))
         assert want.norm() > 0, name
         assert distance(gradients(model, loss(tree, batch)), want) <= tolerance
+
+
+@pytest.mark.parametrize("backend", ["mask", "path", "flex"])
+@pytest.mark.parametrize("family", ["qwen3", *slow_after(0, ["mistral", "gemma2", "gpt_oss"])])
+def test_packed_rows_have_the_logits_and_gradients_of_separate_rows(family, backend):
+    """Also with padding, in windows, and with labels."""
+    model = tiny_model(family).train()
+    register_tree_attention(backend)
+    for seed, alignment in enumerate((Alignment(), Alignment(8, 16))):
+        batch = pack(branching(seed), "turns")
+        piece = batch.select(range(len(batch)), alignment)
+        model.set_attn_implementation("trajpack_tree")
+        inputs = piece.model_inputs()
+        packed = model(**inputs, labels=inputs["input_ids"]).logits[0]
+        model.set_attn_implementation("eager")
+        begins = piece.cu_seqlens_padded[:-1].tolist()
+        alone = [
+            model(inputs["input_ids"][:, begin : begin + length], use_cache=False).logits[0]
+            for begin, length in zip(begins, piece.seqlens, strict=True)
+        ]
+        own = torch.cat(
+            [packed[begin : begin + len(one)] for begin, one in zip(begins, alone, strict=True)]
+        )
+        alone = torch.cat(alone)
+        assert distance(own, alone) <= 1e-5
+        random = torch.randn(alone.shape, generator=torch.Generator().manual_seed(seed))
+        want = gradients(model, (alone * random).sum())
+        assert distance(gradients(model, (own * random).sum()), want) <= 1e-5
+
+
+def test_rows_keep_their_sequences_apart_and_models_with_dropout_are_served():
+    model = tiny_model("qwen3")
+    model.set_attn_implementation("trajpack_tree")
+    check_isolation(model)
+    model.lm_head = nn.Sequential(nn.Dropout(0.1), model.lm_head)
+    model.train()(**pack(branching()).model_inputs())
 
 
 @pytest.fixture
@@ -422,8 +459,11 @@ def test_what_is_no_tree_is_refused():
         {"attention_mask": inputs["attention_mask"][..., :-1]},
         {"use_cache": True, **filled_cache(model)},
     ):
-        with pytest.raises(ValueError, match=r"takes TreeBatch.model_inputs\(\) and no cache"):
+        with pytest.raises(ValueError, match=r"takes TreeBatch.model_inputs\(\) or those of a pa"):
             model(**(inputs | wrong))
+    row = pack(branching()).model_inputs()
+    with pytest.raises(ValueError, match=r"takes boundaries that end at 5, got \[\d\d+\]"):
+        model(**(row | {name: row[name][:, :5] for name in ("input_ids", "position_ids")}))
     model.config.attention_dropout = 0.1
     model = type(model)(model.config).train()
     with pytest.raises(ValueError, match="takes no dropout"):

@@ -25,8 +25,9 @@ from trajpack.kernels.validation import (
 )
 
 Level: TypeAlias = Literal["token", "segment", "geometric", "none"]
+Measure: TypeAlias = Literal["ratio", "tv", "binary_kl"]
 Outside: TypeAlias = Literal["truncate", "mask", "keep"]
-OF_SEGMENTS = ("segment", "geometric")
+OF_SEGMENTS = ("segment", "geometric", "any")
 
 
 class _Window:
@@ -54,34 +55,57 @@ class _Window:
 
 @dataclass(frozen=True)
 class Rejection(_Window):
-    """Set the weight of every token to 0 whose ratio lies outside a window.
+    """Set the weight of every token to 0 whose ratio or divergence lies outside a window.
 
     Bounds are of the ratio, trainer over rollout, ``exp(logprobs - rollout_logprobs)``; for bounds
     of its inverse see `of_inverse`. At level ``"segment"`` or ``"geometric"`` all tokens of a
     segment are kept or rejected together (sequence rejection).
 
     Attributes:
-        low: Smallest ratio that is kept.
-        high: Largest ratio that is kept.
+        low: Smallest ratio that is kept. Of a divergence: the largest that is kept where the
+            trainer's probability is below the rollout's; 0 is as ``high``.
+        high: Largest ratio that is kept. Of a divergence: the largest where it is above.
         level: Ratio that is compared: ``"token"``, ``"segment"`` or ``"geometric"``, as in
-            `Correction.level`.
+            `Correction.level`. Of divergences: ``"token"``, ``"geometric"``, the mean over the
+            segment, or ``"any"``, which rejects a segment with a token outside.
+        measure: What is compared: ``"ratio"``; ``"tv"``, the difference of the probabilities of the
+            token (total variation); or ``"binary_kl"``, the KL divergence of rollout from trainer
+            between this token and all others.
+        one_sided: Whether a token is rejected only if its probability went where its advantage
+            pushes it: up where the advantage is above 0, else down. For divergences of tokens.
 
     Example:
-        >>> Rejection(0.999, 1.001)
-        Rejection(low=0.999, high=1.001, level='geometric')
+        >>> Rejection(0.999, 1.001).level
+        'geometric'
+        >>> dppo = Rejection(high=0.2, level="token", measure="tv", one_sided=True)
 
     Reference:
         ``compute_rollout_rejection_mask`` of verl 0.9.1, see `of_inverse`; ``seq-mask-tis`` of
-        NeMo-RL is ``Correction(outside="keep", rejection=Rejection(low, high))``.
+        NeMo-RL is ``Correction(outside="keep", rejection=Rejection(low, high))``. Divergences:
+        DPPO, arXiv 2602.04879; ``dppo_tv`` and ``dppo_kl`` of verl 0.9.1, ``is_correction_gating``
+        of OpenRLHF 0.11.
     """
 
     low: float = 0.0
     high: float = math.inf
-    level: Level = "geometric"
+    level: Level | Literal["any"] = "geometric"
+    measure: Measure = "ratio"
+    one_sided: bool = False
 
     def __post_init__(self) -> None:
-        check_choice("Rejection", "level", self.level, get_args(Level)[:3])
-        self._check()
+        check_choice("Rejection", "measure", self.measure, get_args(Measure))
+        levels = get_args(Level)[:3] if self.measure == "ratio" else ("token", "geometric", "any")
+        check_choice("Rejection", "level", self.level, levels)
+        if self.one_sided and (self.measure == "ratio" or self.level == "geometric"):
+            what = f"measure={self.measure!r} and level={self.level!r}"
+            raise ValueError(f"Rejection: one_sided needs a divergence of tokens, got {what}")
+        if self.measure == "ratio":
+            self._check()
+            return
+        for name in ("low", "high"):
+            check_number("Rejection", name, getattr(self, name))
+            if getattr(self, name) < 0:
+                raise ValueError(f"Rejection: {name} must be 0 or more, got {getattr(self, name)}")
 
     @classmethod
     def of_inverse(
@@ -92,8 +116,8 @@ class Rejection(_Window):
         That is ``Rejection(1 / high, 1 / low, level)``.
 
         Example:
-            >>> Rejection.of_inverse(0.5, 4.0, level="token")
-            Rejection(low=0.25, high=2.0, level='token')
+            >>> Rejection.of_inverse(0.5, 4.0, "token") == Rejection(0.25, 2.0, "token")
+            True
 
         Reference:
             verl 0.9.1, ``compute_rollout_rejection_mask``, whose k1 is minus the logarithm of the
@@ -181,6 +205,8 @@ class Correction(_Window):
 
 
 OP = "importance_weights"
+OTHERS_EPS = 1e-8
+"""Added to the probability of all other tokens, as in verl."""
 DTYPES = (torch.float32, torch.float64)
 IMPORTANCE_METRICS = (
     "tokens",
@@ -199,7 +225,7 @@ IMPORTANCE_METRICS = (
 """Names of the metrics of `importance_weights`, in order."""
 
 
-def importance_weights(
+def importance_weights(  # noqa: PLR0913 - columns of a batch
     logprobs: torch.Tensor,
     rollout_logprobs: torch.Tensor,
     loss_mask: torch.Tensor,
@@ -207,6 +233,7 @@ def importance_weights(
     *,
     segments: torch.Tensor | None = None,
     segment_ids: torch.Tensor | None = None,
+    advantages: torch.Tensor | None = None,
     metrics: bool = True,
     impl: Impl = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -231,6 +258,7 @@ def importance_weights(
             and one past the last. Needed for a level of segments, else unused.
         segment_ids: ``[tokens]`` int32 or int64: the token's segment; outside ``[0, segments)``:
             none, and weight 0. Without it the segment is searched in ``segments``.
+        advantages: ``[tokens]`` float32 or float64, for a one-sided rejection, else unused.
         metrics: Whether to measure. Without it Triton takes a launch and half of the work less.
         impl: As of `segment_sum`. The implementations agree to 3e-7 of a weight and to 1e-6 of a
             metric; counts and shares are equal.
@@ -250,7 +278,9 @@ def importance_weights(
 
     Raises:
         TypeError: If a dtype or a type is none of the above.
-        ValueError: If shapes or devices disagree, or a level of segments has none.
+        ValueError: If shapes or devices disagree, a level of segments has none, a one-sided
+            rejection has no advantages, or Triton is named for a rejection by a divergence,
+            which plain torch computes.
 
     Example:
         >>> logprobs = torch.tensor([-1.0, -0.1, 0.0])
@@ -281,7 +311,9 @@ def importance_weights(
         bounds = segments.contiguous() if segment_ids is None else None
         places = Places(bounds, segment_ids, None, num_segments, num_segments)
     tokens = logprobs, rollout_logprobs, loss_mask
-    return weigh_tokens(*tokens, correction, places, metrics=metrics, impl=impl)
+    return weigh_tokens(
+        *tokens, correction, places, advantages=advantages, metrics=metrics, impl=impl
+    )
 
 
 def weigh_tokens(
@@ -291,6 +323,7 @@ def weigh_tokens(
     correction: Correction,
     places: Places | None,
     *,
+    advantages: torch.Tensor | None = None,
     metrics: bool = True,
     impl: Impl,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -298,6 +331,18 @@ def weigh_tokens(
     rejection = correction.rejection or Rejection()
     if not correction.needs_segments:
         places = None
+    if rejection.measure != "ratio":
+        check_choice(OP, "impl", impl, ("auto", "torch"))
+        if rejection.one_sided:
+            if advantages is None:
+                raise ValueError(f"{OP}: a one-sided rejection needs advantages, got none")
+            each: dict[str, Any] = {"device": logprobs.device, "entries": logprobs.shape[0]}
+            check_tensor(OP, "advantages", advantages, dtypes=DTYPES, **each)
+        with torch.no_grad():
+            weights, measured = importance_weights_reference(
+                logprobs, rollout_logprobs, loss_mask, correction, places, advantages
+            )
+        return weights, measured if metrics else measured.new_empty(0)
     *tables, num_segments, num_slots = places or Places(None, None, None, 0, 0)
     weights, measured = torch.ops.trajpack.importance_weights(
         [one.detach().contiguous() for one in (logprobs, rollout_logprobs, loss_mask)],
@@ -318,26 +363,30 @@ def importance_weights_reference(
     loss_mask: torch.Tensor,
     correction: Correction,
     places: Places | None,
+    advantages: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Define `weigh_tokens` in plain torch; no value is read by the host."""
     slots, num_slots, used = loss_mask, 0, loss_mask
+
+    def of_slots(values: torch.Tensor) -> torch.Tensor:
+        return values.new_zeros(num_slots + 1).index_add_(0, slots, values)[:num_slots]
+
     log_ratios = (logprobs - rollout_logprobs).float()
     if places is not None:
         num_slots = places.num_slots
         slots = slots_of_tokens(places, loss_mask.shape[0], loss_mask.device)
         loss_mask = loss_mask & (slots < num_slots)
-        zeros = torch.zeros(num_slots + 1, dtype=torch.int64, device=loss_mask.device)
-        counts = zeros.index_add_(0, slots, loss_mask.long())[:num_slots]
+        counts = of_slots(loss_mask.long())
         used = counts > 0
 
-    def of_level(logarithms: torch.Tensor, level: Level) -> torch.Tensor:
+    def of_level(logarithms: torch.Tensor, level: str) -> torch.Tensor:
         """Return the logarithms, or their sum or mean over each slot."""
         if level not in OF_SEGMENTS:
             return logarithms
         sums = sum_logarithms(torch.where(loss_mask, logarithms, 0.0), slots, num_slots)
         return sums if level == "segment" else sums / counts.clamp(min=1)
 
-    def at_tokens(values: torch.Tensor, level: Level) -> torch.Tensor:
+    def at_tokens(values: torch.Tensor, level: str) -> torch.Tensor:
         """Return the value of each token, or of its slot."""
         return torch.cat([values, values.new_zeros(1)])[slots] if level in OF_SEGMENTS else values
 
@@ -350,13 +399,50 @@ def importance_weights_reference(
         bounded = bounded / torch.where(mean > 0, mean, 1.0)
     weights, logs = at_tokens(bounded, level), at_tokens(logs, level)
     kept = loss_mask
-    if rejection is not None:
+    if rejection is not None and rejection.measure != "ratio":
+        beyond = _beyond(rejection, logprobs, rollout_logprobs, advantages)
+        sizes = _divergence(rejection, logprobs, rollout_logprobs)
+        if rejection.level != "token":
+            sizes = sizes if rejection.level == "geometric" else beyond.double()
+            means = of_slots(torch.where(loss_mask, sizes, 0.0)) / counts.clamp(min=1)
+            bound = rejection.high if rejection.level == "geometric" else 0.0
+            beyond = at_tokens(~(means <= bound), rejection.level)
+        kept = kept & ~beyond
+    elif rejection is not None:
         looked = of_level(log_ratios.clamp(-LOG_BOUND, LOG_BOUND), rejection.level)
         low, high = rejection.log_window
         kept = kept & at_tokens((looked >= low) & (looked <= high), rejection.level)
     weights = torch.where(kept, weights, 0.0)
     metrics = _metrics(loss_mask, correction, log_ratios, logs=logs, kept=kept, weights=weights)
     return weights.float(), metrics
+
+
+def _divergence(
+    rejection: Rejection, logprobs: torch.Tensor, rollout_logprobs: torch.Tensor
+) -> torch.Tensor:
+    """Return the divergence of each token, float64."""
+    trained, sampled = logprobs.double(), rollout_logprobs.double()
+    now, before = trained.exp(), sampled.exp()
+    if rejection.measure == "tv":
+        return (now - before).abs()
+    others = torch.log((1 - before + OTHERS_EPS) / (1 - now + OTHERS_EPS))
+    return before * (sampled - trained) + (1 - before) * others
+
+
+def _beyond(
+    rejection: Rejection,
+    logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
+    advantages: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return where a token's divergence is beyond the bound of its side."""
+    size = _divergence(rejection, logprobs, rollout_logprobs)
+    rose, fell = logprobs > rollout_logprobs, logprobs < rollout_logprobs
+    above = rose & ~(size <= rejection.high)  # a NaN is beyond every bound
+    below = fell & ~(size <= (rejection.low or rejection.high))
+    if not rejection.one_sided or advantages is None:
+        return above | below | size.isnan()
+    return torch.where(advantages > 0, above, below)
 
 
 def _bounded(logs: torch.Tensor, correction: Correction) -> torch.Tensor:

@@ -82,7 +82,9 @@ def importance_weights(
     places = Places(None, batch.turn_ids, owners, batch.num_turns, num_slots)
     tokens = logprobs, batch.rollout_logprobs, batch.loss_mask
     check_weighed(*tokens, correction)
-    return weigh_tokens(*tokens, correction, places, metrics=metrics, impl=impl)
+    return weigh_tokens(
+        *tokens, correction, places, advantages=batch.advantages, metrics=metrics, impl=impl
+    )
 
 
 def _units(

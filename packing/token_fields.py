@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import cmath
 import dataclasses
+import functools
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -47,6 +48,8 @@ DTYPES = {
     )
 }
 """Dtypes of fields by their names in files."""
+OPTIONAL = {"ragged", "new_only"}
+"""Attributes that `TokenField.as_json` leaves out where they are False."""
 MAX_DIMENSIONS = 63
 """Dimensions of a token's row at most: numpy holds one more."""
 
@@ -69,6 +72,8 @@ class TokenField:
         generated_only: Whether a turn has rows for its completion only, or for its prompt and
             completion. In the second case a turn extends a chain only if the rows of the chain are
             equal too.
+        new_only: Whether a turn has rows for its new tokens alone: those behind the chain that it
+            extends, or all of them where it begins one. Needs ``generated_only=False``.
         ragged: Whether a generated token has any number of values, each of ``shape``: a turn brings
             a list of lists, or `Ragged`. Then ``PackedBatch.fields[name]`` is int32 ``[tokens,
             2]``: the first value and the number of values in ``PackedBatch.ragged_values[name]``,
@@ -88,6 +93,7 @@ class TokenField:
     fill: float | int | bool = 0
     generated_only: bool = True
     ragged: bool = False
+    new_only: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -108,24 +114,29 @@ class TokenField:
                 f"field {self.name!r}: shape must hold up to {MAX_DIMENSIONS} sizes >= 1, "
                 f"got {shown(self.shape)}"
             )
-        if type(self.generated_only) is not bool:
-            got = shown(self.generated_only)
-            raise TypeError(f"field {self.name!r}: generated_only must be a bool, got {got}")
         filled = self._filled()
         object.__setattr__(self, "fill", filled.item())
+        self._check_flags()
         fill = filled.view(torch.uint8).numpy().tobytes()
         layout = FieldLayout(self.dtype, self.shape, fill, self.generated_only)
-        if type(self.ragged) is not bool:
-            got = shown(self.ragged)
-            raise TypeError(f"field {self.name!r}: ragged must be a bool, got {got}")
         if self.ragged:
-            if not self.generated_only or self.fill != 0:
-                raise ValueError(
-                    f"field {self.name!r}: a ragged field must have rows of generated tokens, "
-                    f"without a fill, got generated_only={self.generated_only}, fill={self.fill}"
-                )
             layout = FieldLayout(torch.int32, (2,), bytes(4), generated_only=True)
         object.__setattr__(self, "_layout", layout)
+
+    def _check_flags(self) -> None:
+        for name in ("generated_only", "ragged", "new_only"):
+            if type(flag := getattr(self, name)) is not bool:
+                got = shown(flag)
+                raise TypeError(f"field {self.name!r}: {name} must be a bool, got {got}")
+        if self.new_only and self.generated_only:
+            raise ValueError(
+                f"field {self.name!r}: new_only must have generated_only=False, got True"
+            )
+        if self.ragged and (not self.generated_only or self.fill != 0):
+            raise ValueError(
+                f"field {self.name!r}: a ragged field must have rows of generated tokens, "
+                f"without a fill, got generated_only={self.generated_only}, fill={self.fill}"
+            )
 
     @property
     def layout(self) -> FieldLayout:
@@ -155,8 +166,9 @@ class TokenField:
         dtype = str(self.dtype).removeprefix("torch.")
         fill = bytes(self.dtype.itemsize) if self.ragged else self.layout.fill
         described = dataclasses.asdict(self) | {"dtype": dtype, "shape": list(self.shape)}
-        if not self.ragged:  # as before there were ragged fields
-            del described["ragged"]
+        for name in OPTIONAL:  # as before there were such fields
+            if not described[name]:
+                del described[name]
         return described | {"fill": fill.hex()}
 
     @classmethod
@@ -167,8 +179,8 @@ class TokenField:
             TypeError: If a value is of the wrong kind.
             ValueError: If the values describe no field.
         """
-        keys = {field.name for field in dataclasses.fields(cls)} - {"ragged"}
-        if not isinstance(described, dict) or set(described) - {"ragged"} != keys:
+        keys = {field.name for field in dataclasses.fields(cls)} - OPTIONAL
+        if not isinstance(described, dict) or set(described) - OPTIONAL != keys:
             raise ValueError(f"a field must have {sorted(keys)}, got {shown(described)}")
         name, fill = described["dtype"], described["fill"]
         dtype = DTYPES.get(name) if isinstance(name, str) else None
@@ -190,8 +202,10 @@ class TokenField:
             raise ValueError(f"field {self.name!r}: fill must fit {self.dtype}, got {self.fill}")
         return filled
 
-    def as_rows(self, values: Any, num_rows: int) -> Rows:
+    def as_rows(self, values: Any, num_rows: int | None) -> Rows:
         """Convert the rows of a turn: to ``[num_rows, row_bytes]`` if the field is not ragged.
+
+        ``None`` stands for any number of rows.
 
         Raises:
             TypeError: If the values are no numbers, or rows of a ragged field no sequences.
@@ -209,15 +223,20 @@ class TokenField:
             raise ValueError(f"field {self.name!r} must have {num_rows} rows, got {len(cu) - 1}")
         return Ragged(cu, self._as_bytes(flat, int(cu[-1])))
 
-    def _as_bytes(self, values: Any, num_rows: int) -> Bytes:
-        rows, row_bytes = self._converted(values), self.value_bytes
-        expected = (num_rows, *self.shape)
-        if tuple(rows.shape) != expected and (num_rows or rows.numel()):
+    def _as_bytes(self, values: Any, num_rows: int | None) -> Bytes:
+        is_plain = type(values) is np.ndarray and values.dtype == _numpy_dtype(self.dtype)
+        rows: Any = values if is_plain else self._converted(values)
+        if num_rows is None:
+            num_rows = len(rows) if rows.ndim else 0
+        row_bytes, expected = self.value_bytes, (num_rows, *self.shape)
+        if tuple(rows.shape) != expected and (num_rows or math.prod(rows.shape)):
             raise ValueError(
                 f"field {self.name!r} must have shape {list(expected)}, got {list(rows.shape)}"
             )
         if not num_rows:
             return np.empty((0, row_bytes), np.uint8)
+        if is_plain:
+            return np.ascontiguousarray(rows).view(np.uint8).reshape(num_rows, row_bytes)
         try:
             flat = rows.contiguous().as_strided((rows.numel(),), (1,))  # an entry may have stride 0
             raw = np.asarray(flat.view(torch.uint8).numpy()).reshape(num_rows, row_bytes)
@@ -237,6 +256,16 @@ class TokenField:
         if not exact and given.dtype != rows.dtype and not torch.equal(rows.to(given.dtype), given):
             raise ValueError(f"field {self.name!r} has values that {self.dtype} does not hold")
         return rows
+
+
+@functools.cache
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any] | None:
+    """Return the dtype of arrays whose bytes are those of a field; a bool may have others."""
+    try:
+        read = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
+        return None if read == np.bool_ else read
+    except TypeError:  # bfloat16 and narrower floats
+        return None
 
 
 def check_fields(fields: Iterable[TokenField]) -> tuple[TokenField, ...]:
@@ -278,14 +307,61 @@ def rows_of_turn(
         raise TypeError(f"fields must be a mapping, got {type(given).__name__}")
     rows = dict(given or {})
     expected = {field.name for field in declared}
-    if set(rows) != expected:
+    if rows.keys() != expected:
         got = sorted(map(str, rows))
-        unknown = sorted(set(map(str, rows)) - expected)
+        unknown = sorted(set(got) - expected)
         remedy = f"; declare fields=[TokenField({unknown[0]!r}, ...)]" if unknown else ""
         raise ValueError(f"fields must be those declared, {sorted(expected)}, got {got}{remedy}")
-    num_prompt, num_completion = sizes
-    converted = list[Rows]()
-    for field in declared:
-        num_rows = num_completion if field.generated_only else num_prompt + num_completion
-        converted.append(field.as_rows(rows[field.name], num_rows))
-    return converted
+    return [
+        field.as_rows(
+            rows[field.name],
+            None if field.new_only else sizes[1] if field.generated_only else sum(sizes),
+        )
+        for field in declared
+    ]
+
+
+def extend_rows(
+    declared: Sequence[TokenField],
+    rows: list[Any],
+    history: tuple[Sequence[Any], int],
+    num_tokens: int,
+) -> None:
+    """Put the rows of the chain that a turn extends before those of fields with ``new_only``.
+
+    Args:
+        declared: The fields.
+        rows: Rows of the turn. Those of such fields become lists: the rows of each turn of a chain.
+        history: Rows of the chain and number of its tokens; none if the turn begins one.
+        num_tokens: Tokens of the turn, with its prompt.
+
+    Raises:
+        ValueError: If a field has another number of rows than the turn has new tokens.
+    """
+    earlier, num_stored = history
+    for number, field in enumerate(declared):
+        if field.new_only:
+            expected, got = num_tokens - num_stored, len(rows[number])
+            if got != expected:
+                raise ValueError(
+                    f"field {field.name!r} must have {expected} rows, of the tokens behind the "
+                    f"{num_stored} that the turn repeats of its history, got {got}"
+                )
+            rows[number] = [*(earlier[number] if earlier else ()), rows[number]]
+
+
+def first_differing(
+    declared: Sequence[TokenField], history: Sequence[Any], rows: Sequence[Any], num_tokens: int
+) -> str:
+    """Return the first field whose rows differ between a chain and a turn that repeats it, or ''.
+
+    ``num_tokens`` are the tokens of the chain.
+    """
+    for field, mine, theirs in zip(declared, history, rows, strict=True):
+        if not (field.generated_only or field.new_only):
+            one, other = mine.reshape(-1), theirs[:num_tokens].reshape(-1)
+            whole = one.size & -8  # words are compared faster than bytes
+            same = np.array_equal(one[:whole].view(np.uint64), other[:whole].view(np.uint64))
+            if not same or not np.array_equal(one[whole:], other[whole:]):
+                return field.name
+    return ""

@@ -34,7 +34,7 @@ def unpack(batch: PackedBatch) -> list[Trajectory]:
         True
     """
     first = batch.cu_seqlens[batch.turn_sequence.long()]
-    places = torch.cat([first[:, None], batch.turn_spans], 1)
+    places = torch.cat([first[:, None], batch.turn_begin[:, None], batch.turn_spans], 1)
     ragged = {name: batch.values_of_tokens(name) for name in batch.ragged_values}
     return trajectories_of(batch, batch.input_ids, places, {**batch.fields, **ragged})
 
@@ -50,8 +50,8 @@ def trajectories_of(
     Args:
         tokens: Tensors over generated tokens, turns and trajectories.
         input_ids: Token ids of the sequences.
-        places: ``[turns, 3]``: where in ``input_ids`` the sequence of each turn begins, and where
-            its completion begins and ends.
+        places: ``[turns, 4]``: where in ``input_ids`` the sequence of each turn begins, where its
+            new tokens and its completion begin, and where both end.
         fields: Rows of extra fields: of those for generated tokens alone over ``tokens``, of all
             others over ``input_ids``.
     """
@@ -63,12 +63,12 @@ def trajectories_of(
         for name, rows in fields.items()
     }
     turns = list[Turn]()
-    for turn, (first, begin, end) in enumerate(places.tolist()):
+    for turn, (first, new, begin, end) in enumerate(places.tolist()):
         low, high = host["turn_spans"][turn].tolist()
         rows = {
-            field.name: part(
-                copies[field.name], *((low, high) if field.generated_only else (first, end))
-            )
+            field.name: part(copies[field.name], low, high)
+            if field.generated_only
+            else copies[field.name][new if field.new_only else first : end]
             for field in tokens.token_fields
         }
         turns.append(

@@ -28,7 +28,12 @@ from trajpack.packing.conversion import (
     packed_numbers,
     shown,
 )
-from trajpack.packing.token_fields import Rows, TokenField, rows_of_turn
+from trajpack.packing.token_fields import (
+    TokenField,
+    extend_rows,
+    first_differing,
+    rows_of_turn,
+)
 from trajpack.packing.turn_fields import STOP_REASONS, TYPECODES
 from trajpack.packing.types import Trajectory, Turn
 
@@ -77,9 +82,15 @@ class ChainEnd(NamedTuple):
     prompt: Any
     """int32 bytes; in a trajectory of one turn the given array or list."""
     completion: Any
-    rows: Sequence[Rows]
+    rows: Sequence[Any]
+    """Rows of each field; of one with `TokenField.new_only` a list of those of each turn."""
     turn: int
     """Index of the turn in `ValidatedTurns`."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a chain that may continue."""
+        return (len(self.prompt) + len(self.completion)) // INT32.itemsize
 
 
 def int64s() -> array[int]:
@@ -175,7 +186,8 @@ def _take_trajectory(intake: ValidatedTurns, trajectory: Trajectory) -> None:
         intake.ids += ids if alone else [np.frombuffer(part or b"", INT32) for part in ids]
     for number, spec in enumerate(intake.fields):
         if not spec.generated_only:
-            intake.rows[number].extend(tip.rows[number] for tip in tips)
+            for tip in tips:
+                intake.rows[number] += tip.rows[number] if spec.new_only else [tip.rows[number]]
 
 
 def located(error: Exception, trajectory: Any, turn: int) -> TypeError | ValueError:
@@ -314,13 +326,15 @@ def _take_turn(intake: ValidatedTurns, tips: list[ChainEnd], turn: Turn, *, alon
             f"completion_logprobs must have one entry per completion token, got {len(logprobs)} "
             f"for {size} token(s)"
         )
-    rows: Sequence[Rows] = ()
+    rows: list[Any] = []
     given = turn.fields
     if intake.fields or given:
         rows = rows_of_turn(intake.fields, given, (begin, size))
     tip = ChainEnd(prompt, completion, rows, len(intake.turn_size))
     take_numbers(intake, turn, begin, size)
     chain = _longest_prefix(tips, tip, intake.fields) if tips else None
+    history = ((), 0) if chain is None else (tips[chain].rows, tips[chain].num_tokens)
+    extend_rows(intake.fields, rows, history, begin + size)
     if chain is None:
         chain = len(tips)
         tips.append(tip)
@@ -398,11 +412,7 @@ def _longest_prefix(
 
 def _first_differing(fields: Sequence[TokenField], history: ChainEnd, turn: ChainEnd) -> str:
     """Return the first field whose rows differ between a chain and a prompt that repeats it."""
-    end = (len(history.prompt) + len(history.completion)) // INT32.itemsize
-    for spec, mine, theirs in zip(fields, history.rows, turn.rows, strict=True):
-        if not spec.generated_only and not np.array_equal(mine, theirs[:end]):
-            return spec.name
-    return ""
+    return first_differing(fields, history.rows, turn.rows, history.num_tokens)
 
 
 def named(labels: Labels) -> str:

@@ -221,9 +221,10 @@ class TrajectoryArrays:
     def _turns(self) -> list[Turn]:
         starts = list(accumulate(self.chain_sizes.tolist(), initial=0))
         declared = [
-            (one.name, one.generated_only, as_rows(one, raw, len(self.logprobs)))
+            (one, as_rows(one, raw, len(self.logprobs)))
             for one, raw in zip(self.token_fields, self.rows, strict=True)
         ]
+        stored = starts[:-1]  # where the new tokens of each chain's next turn begin
         turns, generated, num_spans = list[Turn](), 0, 0
         tables = zip(self.turns.tolist(), self.numbers.tolist(), strict=True)
         for index, (integers, floats) in enumerate(tables):
@@ -231,13 +232,14 @@ class TrajectoryArrays:
             start, sampled, end = starts[chain], generated + size, num_spans + count
             middle = start + begin
             fields: dict[str, Any] = {
-                name: part(rows, generated, sampled)
-                if generated_only
-                else rows[start : middle + size]
-                for name, generated_only, rows in declared
+                one.name: part(rows, generated, sampled)
+                if one.generated_only
+                else rows[stored[chain] if one.new_only else start : middle + size]
+                for one, rows in declared
             }
-            for name, stored in self.undeclared.get(index, {}).items():
-                fields[name] = _given(stored)
+            stored[chain] = middle + size
+            for name, values in self.undeclared.get(index, {}).items():
+                fields[name] = _given(values)
             numbers = integers + floats
             turns.append(
                 Turn(

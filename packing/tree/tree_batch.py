@@ -348,7 +348,10 @@ class TreeBatch(TreeNodes):
         pieces = trie.pieces(trie.places, np.zeros_like(lengths), lengths)
         path = sent(expanded(pieces.node, pieces.length), self.device)
         first = (np.cumsum(lengths) - lengths)[trie.order[place]]
-        places = torch.from_numpy(np.stack([first, first + begin, first + end], 1))
+        new, by_chain = np.zeros_like(end), place.argsort(kind="stable")
+        follows = np.diff(place[by_chain]) == 0
+        new[by_chain[1:][follows]] = end[by_chain[:-1][follows]]
+        places = torch.from_numpy(first[:, None] + np.stack([0 * new, new, begin, end], 1))
         fields: dict[str, Any] = {name: rows[path] for name, rows in self.fields.items()}
         fields |= self.entries.fields
         fields |= {name: self.values_of_tokens(name) for name in self.entries.ragged_values}

@@ -1,13 +1,15 @@
 """Extra per-token fields, from the turn through buffer, batch and file back to the turn."""
 
 import dataclasses
+import warnings
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 
-from trajpack import TokenField, Trajectory, TrajectoryBuffer, Turn, load, pack, save
+from trajpack import TokenField, Trajectory, TrajectoryBuffer, Turn, load, pack, pack_tree, save
+from trajpack.packing.buffer.trajectory_arrays import TrajectoryArrays
 from trajpack.testing import assert_batches_equal, trajectory_lists
 
 EXPERTS = TokenField("experts", torch.uint8, (2, 3), fill=255, generated_only=False)
@@ -61,6 +63,75 @@ def test_unpack_returns_the_rows_that_were_packed(drawn, layout, impl):
     trajectories = [with_rows(trajectory) for trajectory in drawn]
     batch = pack(trajectories, layout, impl=impl, fields=FIELDS)
     assert batch.unpack() == trajectories
+
+
+NEW = dataclasses.replace(EXPERTS, new_only=True)
+
+
+def with_new_rows(trajectories):
+    """Leave out the rows of the tokens that a turn repeats."""
+    batch = pack(trajectories, "turns", "cpu", fields=[EXPERTS])
+    starts = batch.cu_seqlens[batch.turn_sequence.long()]
+    repeated = iter((batch.turn_begin - starts).tolist())
+
+    def cut(turn):
+        rows = turn.fields["experts"][next(repeated) :]
+        return dataclasses.replace(turn, fields={"experts": rows})
+
+    return [
+        dataclasses.replace(one, turns=[cut(turn) for turn in one.turns]) for one in trajectories
+    ]
+
+
+@given(drawn=trajectory_lists())
+@settings(max_examples=12)
+def test_rows_of_new_tokens_alone_make_the_same_batch(tmp_path_factory, drawn):
+    whole = [with_rows(one) for one in drawn]
+    for one in whole:
+        for turn in one.turns:
+            for name in ("values", "temperature", "state"):
+                del turn.fields[name]
+    new = with_new_rows(whole)
+    sent = TrajectoryArrays.of(new, (NEW,))
+    sent.check()
+    assert sent.trajectories() == new
+    path = tmp_path_factory.mktemp("files") / "batch.safetensors"
+    for layout in ("merged", "turns"):
+        batch = pack(new, layout, "cpu", fields=[NEW])
+        expected = pack(whole, layout, "cpu", fields=[EXPERTS])
+        assert_batches_equal(dataclasses.replace(batch, token_fields=(EXPERTS,)), expected)
+        assert batch.unpack() == new
+        save(batch, path)
+        assert load(path).unpack() == new
+    tree = pack_tree(new, device="cpu", fields=[NEW])
+    assert torch.equal(tree.fields["experts"], pack_tree(whole, fields=[EXPERTS]).fields["experts"])
+    assert tree.merged().unpack() == new
+
+
+def test_the_wrong_number_of_new_rows_is_named():
+    field = TokenField("e", torch.uint8, generated_only=False, new_only=True)
+    first = Turn([1], [2], [0], fields={"e": [1, 1]})
+    turn = Turn([1, 2, 3], [4], [0], fields={"e": [1, 1, 1, 1]})
+    rule = "field 'e' must have 2 rows, of the tokens behind the 2 that the turn repeats"
+    with pytest.raises(ValueError, match=f"^trajectory 'it', turn 1: {rule} .*, got 4"):
+        pack([Trajectory("it", [first, turn])], fields=[field])
+    with pytest.raises(ValueError, match="new_only must have generated_only=False, got True"):
+        TokenField("e", torch.uint8, new_only=True)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 8)])
+def test_a_row_that_differs_anywhere_breaks_a_chain(shape):
+    field = TokenField("e", torch.uint8, shape, generated_only=False)
+    rows = np.arange(7 * np.prod(shape, dtype=int), dtype=np.uint8).reshape(7, *shape)
+    first = Turn([1, 2, 3], [4, 5], [0, 0], fields={"e": rows[:5]})
+    for place in range(rows.size):
+        changed = rows.copy()
+        changed.reshape(-1)[place] += 1
+        turn = Turn([1, 2, 3, 4, 5, 6], [7], [0], fields={"e": changed})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            batch = pack([Trajectory("it", [first, turn])], fields=[field])
+        assert len(batch.seqlens) == 1 + (place < rows[:5].size)
 
 
 def test_rows_that_differ_break_a_chain_as_tokens_do():

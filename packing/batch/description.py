@@ -58,6 +58,20 @@ def sequence_spans(batch: PackedBatch, sequence: int) -> list[Span]:
     return spans
 
 
+def turn_words(batch: PackedBatch, span: Span) -> str:
+    """Return reward, return, means and versions of the turn that generated a span."""
+    turn, begin, end = span.turn, span.start, span.end
+    numbers = {"reward": batch.turn_rewards[turn], "return": batch.turn_returns[turn]}
+    if end > begin and batch.advantages is not None:
+        numbers["mean advantage"] = batch.advantages[begin:end].double().mean()
+    if end > begin:
+        numbers["mean log-probability"] = batch.rollout_logprobs[begin:end].double().mean()
+    parts = [f"{name} {float(value):.4g}" for name, value in numbers.items()]
+    low, high = int(batch.turn_version_start[turn]), int(batch.turn_version_end[turn])
+    parts.append(f"version {low}" if low == high else f"versions {low} to {high}")
+    return ", ".join([*parts, "cut off"] if batch.turn_truncated[turn] else parts)
+
+
 def describe(batch: PackedBatch) -> list[tuple[str, str]]:
     """Return the content of a batch as pairs of a name and a value in words.
 
@@ -120,14 +134,17 @@ def shared_prefixes(batch: PackedBatch) -> Ints:
     return shared
 
 
-def token_counts(batch: PackedBatch) -> dict[str, int]:
-    """Return the tokens of the batch, of the layouts, of a tree and of padded rows."""
+def token_counts(batch: PackedBatch, shared: Ints) -> dict[str, int]:
+    """Return the tokens of the batch, of the layouts, of a tree and of padded rows.
+
+    ``shared`` is what `shared_prefixes` returns.
+    """
     starts = batch.host_lengths.starts[batch.turn_sequence.cpu().numpy()]
     ends = batch.turn_spans[:, 1].cpu().numpy()
     return {
         "turns": int((ends - starts).sum()),
         "merged": int((ends - batch.turn_begin.cpu().numpy()).sum()),
-        "tree": batch.num_tokens - int(shared_prefixes(batch).sum()),
+        "tree": batch.num_tokens - int(shared.sum()),
         "padded": batch.max_seqlen * len(batch),
         "packed": batch.num_tokens,
     }

@@ -20,7 +20,9 @@ from trajpack.packing.batch.description import (
     describe,
     saved_rows,
     sequence_spans,
+    shared_prefixes,
     token_counts,
+    turn_words,
 )
 from trajpack.packing.text import counted, one_line, printable
 
@@ -49,7 +51,7 @@ def show(
     check_choice("show", "order", order, get_args(Order))
     host = batch.to("cpu")
     chosen, breaks = chosen_sequences(host, name, group, order), host.prefix_breaks()
-    rows = [*describe(host), *saved_rows(token_counts(host))]
+    rows = [*describe(host), *saved_rows(token_counts(host, shared_prefixes(host)))]
     if num_continuations := host.num_turns - len(host.ids):
         rows.append(("prefix breaks", describe_breaks(breaks, num_continuations)))
     panels = [sequence_panel(host, one, decode, full=full) for one in chosen[:sequences]]
@@ -124,7 +126,7 @@ def sequence_panel(
         style = STYLES[span.kind]
         if span.turn >= 0:
             number = Text(f"turn {span.turn - first_turn}", "bold")
-            grid.add_row(number, "", Text(_turn_line(batch, span), "dim"))
+            grid.add_row(number, "", Text(turn_words(batch, span), "dim"))
         text = Text(_span_text(batch, span, decode, full), style)
         grid.add_row(Text(span.kind, style), f"{span.end - span.start:,}", text)
     if len(spans) > most:
@@ -134,19 +136,6 @@ def sequence_panel(
     length = counted(batch.seqlens[sequence], "token")
     title = f"sequence {sequence}: {batch.ids[trajectory]}{of_group}, {length}"
     return Panel(grid, title=Text(printable(title)), title_align="left")
-
-
-def _turn_line(batch: PackedBatch, span: Span) -> str:
-    turn, begin, end = span.turn, span.start, span.end
-    numbers = {"reward": batch.turn_rewards[turn], "return": batch.turn_returns[turn]}
-    if end > begin and batch.advantages is not None:
-        numbers["mean advantage"] = batch.advantages[begin:end].double().mean()
-    if end > begin:
-        numbers["mean log-probability"] = batch.rollout_logprobs[begin:end].double().mean()
-    parts = [f"{name} {float(value):.4g}" for name, value in numbers.items()]
-    low, high = int(batch.turn_version_start[turn]), int(batch.turn_version_end[turn])
-    parts.append(f"version {low}" if low == high else f"versions {low} to {high}")
-    return ", ".join([*parts, "cut off"] if batch.turn_truncated[turn] else parts)
 
 
 def _span_text(batch: PackedBatch, span: Span, decode: Decode | None, full: bool) -> str:

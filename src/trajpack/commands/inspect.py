@@ -14,7 +14,6 @@ from trajpack.packing.batch.breaks import Decode
 from trajpack.packing.batch.show import show
 from trajpack.packing.files.storage import load
 from trajpack.packing.report.figures import figures_of
-from trajpack.packing.report.page import without_texts
 from trajpack.packing.text import counted
 
 
@@ -29,7 +28,7 @@ def inspect_file(file: Path, tokenizer: str | None, most: int, **chosen: Any) ->
 
 def inspect_as_json(file: Path) -> None:
     """Print the numbers of ``trajpack report``."""
-    print(json.dumps(without_texts(figures_of(load_batch(file))), indent=1))  # noqa: T201
+    print(json.dumps(figures_of(load_batch(file)), indent=1))  # noqa: T201
 
 
 def load_batch(file: Path) -> PackedBatch:

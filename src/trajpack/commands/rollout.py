@@ -29,6 +29,7 @@ from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.batch.description import (
     describe,
     saved_rows,
+    shared_prefixes,
     token_counts,
 )
 from trajpack.packing.batch.show import print_table
@@ -225,7 +226,7 @@ def batch_rows(batch: PackedBatch, layout: LayoutName) -> list[tuple[str, str]]:
     """Return what a report says of a batch, and of its tree if the layout asked for is that."""
     rows = describe(batch)
     if layout == "tree":
-        rows += saved_rows(token_counts(batch))
+        rows += saved_rows(token_counts(batch, shared_prefixes(batch)))
     return rows
 
 

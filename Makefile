@@ -123,7 +123,7 @@ LEG := $(VENV)/legs
 OLDEST_TESTS := tests/kernels/credit tests/kernels/fields tests/kernels/groups tests/kernels/reduce tests/kernels/scan tests/ptx/test_executor.py \
 	tests/packing/test_laws.py tests/packing/test_border.py tests/packing/buffer tests/packing/credit tests/packing/plan tests/packing/micro_batches \
 	tests/agent/agents tests/agent/runner tests/agent/engines/test_function_engine.py \
-	$(addprefix --deselect=tests/,packing/plan/test_costs.py packing/micro_batches/test_logprob_rows.py \
+	$(addprefix --deselect=tests/,packing/plan/test_costs.py packing/micro_batches/test_generated.py \
 	packing/credit/test_rank_gradients.py agent/agents/test_rewritten_history.py agent/runner/test_silence.py \
 	agent/runner/test_runner.py::test_the_real_engine_serves_a_run_from_start_to_end_and_one_that_is_left)
 

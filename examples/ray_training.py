@@ -130,13 +130,12 @@ class Rank:
         self.optimizer.zero_grad(set_to_none=False)
         total = torch.zeros(())
         for piece in batch.split(plan, tensors={"loss_weights": batch.loss_weights("token_mean")}):
-            place = piece.logprob_rows()[0] + 1  # of the generated tokens
+            generated = piece.generated  # in the order of the log-probabilities
             logprobs = piece.logprobs(self.model(piece.input_ids).logits)
-            old, advantages = piece.rollout_logprobs[place], piece.advantages[place]
-            weights = piece.fields["loss_weights"][place]
-            ratio = (logprobs - old).exp()
-            clipped = ratio.clamp(0.8, 1.28) * advantages
-            loss = -(torch.minimum(ratio * advantages, clipped) * weights).sum()
+            ratio = (logprobs - generated.rollout_logprobs).exp()
+            clipped = ratio.clamp(0.8, 1.28) * generated.advantages
+            gain = torch.minimum(ratio * generated.advantages, clipped)
+            loss = -(gain * generated["loss_weights"]).sum()
             loss.backward()
             total += loss.detach()
         for tensor in [total, *(weights.grad for weights in self.model.parameters())]:

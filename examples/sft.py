@@ -62,8 +62,7 @@ def main():
         data.set_epoch(epoch)
         steps, loss = 0, 0.0
         for number, piece in enumerate(loader, start=1):
-            weights = piece.entries.fields["loss_weights"][piece.entries.loss_mask]
-            part = -(head.logprobs(piece) * weights).sum()
+            part = -(head.logprobs(piece) * piece.generated["loss_weights"]).sum()
             part.backward()
             loss += part.item()
             if number % ACCUMULATE == 0:

@@ -57,22 +57,22 @@ def train_step(model, optimizer, batch, version):
     for epoch in range(EPOCHS):
         optimizer.zero_grad()
         for piece in batch.micro_batches(plan, tensors=tensors):
-            at = piece.logprob_rows()[0] + 1  # places of the generated tokens
-            logprobs, old = head.logprobs(piece), piece.rollout_logprobs[at]
-            ratio, advantages = (logprobs - old).exp(), piece.advantages[at]
+            generated, logprobs = piece.generated, head.logprobs(piece)
+            change, advantages = logprobs - generated.rollout_logprobs, generated.advantages
+            ratio = change.exp()
             clipped = ratio.clamp(1 - CLIP[0], 1 + CLIP[1]) * advantages
             gain = torch.minimum(ratio * advantages, clipped)
-            (-(gain * piece.fields["weights"][at]).sum()).backward()
+            (-(gain * generated["weights"]).sum()).backward()
             num_clipped += int((clipped < ratio * advantages).sum())
             if epoch == 0:
-                difference = (logprobs.detach() - old)[piece.fields["on_policy"][at]]
-                gap = max([gap, *difference.abs().tolist()])
+                of_policy = change.detach()[generated["on_policy"]]
+                gap = max([gap, *of_policy.abs().tolist()])
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     return {
         "fill of micro-batches": plan.fill,
         "clipped tokens": num_clipped / EPOCHS / batch.num_generated,
-        "staleness": (version - batch.policy_versions[batch.loss_mask]).float().mean().item(),
+        "staleness": (version - batch.generated.policy_versions).float().mean().item(),
         "log-probability gap": gap,
     }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,12 +11,17 @@ import torch
 from trajpack.packing.conversion import INT32_MAX, host_tensor, several, shown
 from trajpack.packing.representation import brief_repr
 
+if TYPE_CHECKING:
+    from trajpack.packing.batch.batch import PackedBatch
+    from trajpack.packing.micro_batches.micro_batch import MicroBatch
+    from trajpack.packing.tree.entries import Entries
+
 
 class Ragged(NamedTuple):
     """Rows of different lengths: row ``i`` is ``values[cu[i]:cu[i + 1]]``.
 
     In `Turn.fields` these are arrays of any kind, with a row for each token of the completion.
-    `PackedBatch.ragged` returns tensors on the batch's device, with a row for each generated token:
+    `PackedBatch.generated` has tensors on the batch's device, with a row for each generated token:
     the ``support`` of `trajpack.kernels.token_logprobs`.
 
     Attributes:
@@ -28,7 +33,7 @@ class Ragged(NamedTuple):
         >>> mask = TokenField("sampling_mask", torch.int32, ragged=True)
         >>> given = {"sampling_mask": [[3], [4, 9]]}  # or Ragged([0, 1, 3], [3, 4, 9])
         >>> turn = Turn([1, 2], [3, 4], [-0.5, -0.5], fields=given)
-        >>> pack([Trajectory("a", [turn])], fields=[mask]).ragged("sampling_mask")
+        >>> pack([Trajectory("a", [turn])], fields=[mask]).generated["sampling_mask"]
         Ragged(cu=tensor([0, 1, 3]), values=tensor([3, 4, 9]))
     """
 
@@ -82,6 +87,31 @@ def concatenated(pieces: Sequence[Ragged]) -> Ragged:
     counts = np.concatenate([np.diff(one.cu) for one in pieces])
     values = np.concatenate([one.values for one in pieces])
     return Ragged(np.append(0, counts).cumsum(), values)
+
+
+def ragged_rows(
+    batch: PackedBatch | MicroBatch | Entries, name: str, index: torch.Tensor | None = None
+) -> Ragged:
+    """Return the values of a ragged field for some tokens of a batch, for all by default.
+
+    On a device the number of values is that of all generated tokens: nothing is read.
+    """
+    spans = batch.fields[name] if index is None else batch.fields[name][index]
+    on_host = spans.device.type == "cpu"  # where the exact number costs nothing
+    total = int(spans[:, 1].sum()) if on_host else batch.value_counts[name][0]
+    return gathered(spans, batch.ragged_values[name], total)
+
+
+def compact_fields(
+    batch: PackedBatch | Entries,
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return `fields` and `ragged_values` that hold the values in the order of the tokens."""
+    fields, values = dict(batch.fields), {}
+    for name in batch.ragged_values:
+        cu, values[name] = ragged_rows(batch, name)
+        counts = fields[name][:, 1]
+        fields[name] = torch.stack([torch.where(counts > 0, cu[:-1], 0), counts], 1)
+    return fields, values
 
 
 def gathered(spans: torch.Tensor, values: torch.Tensor, total: int) -> Ragged:

@@ -11,7 +11,7 @@ import torch
 
 _NUMBERS, _OTHERS, _CHARS = 6, 2, 60
 """Numbers, other entries and characters that are shown at most."""
-INTERNAL = frozenset(("host_lengths", "host_values", "tables", "value_counts", "values_of_tokens"))
+INTERNAL = frozenset(("host_lengths", "host_values", "tables", "value_counts"))
 """Attributes without an underscore that are read by this library alone."""
 CALLED = {
     "attention_mask": "model_inputs(), which has what keeps sequences apart",

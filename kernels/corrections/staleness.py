@@ -10,7 +10,7 @@ from trajpack.kernels.validation import check_integer, check_tensor
 def staleness_mask(
     policy_versions: torch.Tensor, current_version: int | torch.Tensor, max_age: int
 ) -> torch.Tensor:
-    """Return which tokens were sampled at most ``max_age`` versions ago, for `PackedBatch.narrow`.
+    """Return which tokens are at most ``max_age`` versions old, for `PackedBatch.with_loss_mask`.
 
     Args:
         policy_versions: int32 ``[tokens]``: version that sampled each token, -1 where none did.

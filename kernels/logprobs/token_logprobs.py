@@ -30,7 +30,7 @@ Direction: TypeAlias = Literal["forward", "reverse"]
 TokenSets: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Boundaries ``[R + 1]`` int32 and tokens ``[P]``: those of row ``r`` are
 ``tokens[boundaries[r] : boundaries[r + 1]]``, distinct integers, as
-`PackedBatch.ragged` returns."""
+`PackedBatch.generated` has of a ragged field."""
 LEAST_TAIL = 2.0**-24
 """Least probability of a teacher's other tokens: what float32 log-probabilities can resolve."""
 KEPT_ON_HOST = 2**28

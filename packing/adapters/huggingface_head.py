@@ -75,7 +75,6 @@ class LMHead:
         *,
         tokens: str | TokenSets | None = None,
         entropy: bool = False,
-        most: int | None = None,
         temperature: float | torch.Tensor = 1.0,
         support: str | TokenSets | None = None,
         keep_logits: int | None = None,
@@ -88,7 +87,6 @@ class LMHead:
                 ``"trajpack_tree"``.
             tokens: As there.
             entropy: As there.
-            most: As there.
             temperature: Temperature of sampling, as there.
             support: As there.
             keep_logits: As there.
@@ -102,7 +100,7 @@ class LMHead:
             self._check_trees(type(self._model).__name__)
         hidden = self._model.get_decoder()(**batch.model_inputs())[0]
         return batch.logprobs(
-            hidden, self._model.get_output_embeddings(), tokens=tokens, entropy=entropy, most=most,
+            hidden, self._model.get_output_embeddings(), tokens=tokens, entropy=entropy,
             temperature=temperature * self._temperature, softcap=self._softcap, support=support,
             group=self._group, keep_logits=keep_logits, impl=impl,
         )  # fmt: skip

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 import torch
 
-from trajpack.kernels.validation import check_tensor
 from trajpack.packing.batch.breaks import Decode, PrefixBreak, prefix_breaks
 from trajpack.packing.batch.columns import mapped, turn_ends, with_field
+from trajpack.packing.batch.description import trained_in_words
 from trajpack.packing.batch.tables import PackTables
 from trajpack.packing.layout import Layout
 from trajpack.packing.micro_batches.alignment import Alignment
@@ -25,8 +25,9 @@ from trajpack.packing.micro_batches.cutting import (
     place_selected,
     summed,
 )
-from trajpack.packing.micro_batches.labels import LabelMethods
-from trajpack.packing.micro_batches.logprobs import LogprobMethods
+from trajpack.packing.micro_batches.generated import Generated, generated_of, with_loss_mask
+from trajpack.packing.micro_batches.labels import drop, labels, shift
+from trajpack.packing.micro_batches.logprobs import logprobs
 from trajpack.packing.micro_batches.micro_batch import model_inputs, record_storages
 from trajpack.packing.optional import require
 from trajpack.packing.representation import missing_attribute, public_names
@@ -51,7 +52,7 @@ UNALIGNED = Alignment()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PackedBatch(LabelMethods, LogprobMethods):
+class PackedBatch:
     """Trajectories as flat, unpadded tensors on one device.
 
     Made by `trajpack.pack` or `TrajectoryBuffer.pack`. Tensors over tokens are of shape
@@ -65,7 +66,8 @@ class PackedBatch(LabelMethods, LogprobMethods):
         turn_ids: int32 ``[tokens]``: turn that generated the token, an index of the turn tensors,
             or -1.
         prompt_mask: bool ``[tokens]``: True on prompt and observation tokens.
-        loss_mask: bool ``[tokens]``: True on generated tokens, each exactly once in the batch.
+        loss_mask: bool ``[tokens]``: True on generated tokens, each exactly once in the batch, but
+            those that `with_loss_mask` dropped.
         rollout_logprobs: float32 ``[tokens]``: log-probability at the token's own index; 0 where
             not generated.
         policy_versions: int32 ``[tokens]``: version of the weights that sampled the token, or -1.
@@ -95,7 +97,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
         token_fields: Declarations of the extra fields.
         layout: ``"merged"`` or ``"turns"``.
         seqlens: Tokens of each sequence.
-        num_generated: Number of generated tokens, which `loss_mask` selects.
+        num_generated: Number of generated tokens, those that are not trained included.
         num_groups: Number of distinct groups in `group_ids`.
         ids: Names of the trajectories.
         groups: Groups of the trajectories.
@@ -156,6 +158,17 @@ class PackedBatch(LabelMethods, LogprobMethods):
     metric_names: tuple[str, ...] = ()
     ragged_values: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
 
+    labels = labels
+    shift = shift
+    drop = drop
+    logprobs = logprobs
+    with_loss_mask = with_loss_mask
+
+    @property
+    def generated(self) -> Generated:
+        """Generated tokens in the order of `logprobs`, and what a loss takes of them."""
+        return generated_of(self)
+
     @property
     def max_seqlen(self) -> int:
         """Tokens of the longest sequence; 0 in an empty batch. Read from the host."""
@@ -200,7 +213,8 @@ class PackedBatch(LabelMethods, LogprobMethods):
         return (
             f"PackedBatch({self.layout!r}: {len(self.ids)} trajectories, {self.num_turns} turns "
             f"in {len(self)} sequences{breaks}; {self.num_tokens:,} tokens, {self.num_generated:,} "
-            f"generated; longest {self.max_seqlen:,}{versions}; {self.device})"
+            f"generated{trained_in_words(self.loss_mask, self.num_generated)}; "
+            f"longest {self.max_seqlen:,}{versions}; {self.device})"
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -314,7 +328,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
 
         ``docs/credit.md`` has an example of each estimator. A generated token has the same values
         in every layout, bit for bit (up to rounding if advantages are whitened); all other tokens
-        have 0. Call `narrow` (as for staleness) after this, not before: estimators read the
+        have 0. Call `with_loss_mask` after this, not before: estimators read the
         generated tokens from the turns. The new batch shares all other tensors.
 
         Args:
@@ -388,32 +402,6 @@ class PackedBatch(LabelMethods, LogprobMethods):
 
         return spread_over_tokens(self, x, of)
 
-    def narrow(self, mask: torch.Tensor) -> Self:
-        """Return the batch with a `loss_mask` that is False where ``mask`` is.
-
-        Tokens that are masked have no weight in `loss_weights` and no row in `logprob_rows`, which
-        then has rows of -1 at its end: `num_generated` stays. Call it after `with_advantages`.
-
-        Args:
-            mask: bool ``[tokens]``, such as of tokens that are not too old.
-
-        Raises:
-            TypeError: If ``mask`` is not bool.
-            ValueError: If it has another shape or device.
-
-        Example:
-            >>> import trajpack
-            >>> turn = trajpack.Turn([1], [2, 3], [-0.5, -9.0])
-            >>> batch = trajpack.pack([trajpack.Trajectory("a", [turn])])
-            >>> batch.narrow(batch.rollout_logprobs > -5).loss_weights("token_mean")
-            tensor([0., 1., 0.])
-        """
-        check_tensor(
-            "narrow", "mask", mask, dtypes=(torch.bool,), device=self.device,
-            entries=self.num_tokens,
-        )  # fmt: skip
-        return dataclasses.replace(self, loss_mask=self.loss_mask & mask)
-
     def loss_weights(
         self,
         aggregation: Aggregation,
@@ -442,7 +430,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
             impl: See `trajpack.kernels`.
 
         Returns:
-            float32 ``[tokens]``, 0 where not generated. Use `narrow` to leave tokens out: of a
+            float32 ``[tokens]``, 0 where not trained. Use `with_loss_mask` to drop tokens: of a
             packed batch a `loss_mask` that was written to through NumPy or ``.data`` is not read.
 
         Raises:

@@ -12,6 +12,7 @@ import torch
 
 from trajpack.kernels.fields.units import UNITS
 from trajpack.packing.conversion import check_memory
+from trajpack.packing.ragged import compact_fields
 from trajpack.packing.token_fields import TokenField, check_fields
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def mapped(batch: PackedBatch, change: Callable[[torch.Tensor], torch.Tensor]) -
     is_whole = batch.tables.is_whole(batch.loss_mask)
     mask = columns["loss_mask"] if is_whole else change(batch.tables.loss_mask)
     columns["tables"] = batch.tables.mapped(change, mask)
-    several = zip(("fields", "ragged_values"), batch.compact_fields(), strict=True)
+    several = zip(("fields", "ragged_values"), compact_fields(batch), strict=True)
     for key, tensors in several:
         columns[key] = {name: change(one) for name, one in tensors.items()}
     return columns

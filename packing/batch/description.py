@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from trajpack.packing.text import counted
 
@@ -101,7 +102,8 @@ def describe(batch: PackedBatch) -> list[tuple[str, str]]:
         ),
         (
             "tokens",
-            f"{batch.num_tokens:,}, of them {batch.num_generated:,} generated ({share:.1%})",
+            f"{batch.num_tokens:,}, of them {batch.num_generated:,} generated ({share:.1%})"
+            f"{trained_in_words(batch.loss_mask, batch.num_generated)}",
         ),
     ]
     if batch.num_turns:
@@ -115,6 +117,17 @@ def describe(batch: PackedBatch) -> list[tuple[str, str]]:
         low, high = int(batch.turn_version_start.min()), int(batch.turn_version_end.max())
         rows.append(("policy versions", f"{low}" if low == high else f"{low} to {high}"))
     return rows
+
+
+def trained_in_words(loss_mask: torch.Tensor, num_generated: int) -> str:
+    """Return how many generated tokens are trained, if the mask is on the host and not all are.
+
+    Example:
+        >>> trained_in_words(torch.tensor([True, False, False]), 2)
+        ', 1 trained'
+    """
+    trained = int(loss_mask.sum()) if loss_mask.device.type == "cpu" else num_generated
+    return "" if trained == num_generated else f", {trained:,} trained"
 
 
 def shared_prefixes(batch: PackedBatch) -> Ints:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from trajpack.packing.batch.batch import PackedBatch
-from trajpack.packing.ragged import Ragged, part
+from trajpack.packing.ragged import Ragged, part, ragged_rows
 from trajpack.packing.turn_fields import TURN_FIELDS
 from trajpack.packing.types import Trajectory, Turn, VersionSpan
 
@@ -35,7 +35,7 @@ def unpack(batch: PackedBatch) -> list[Trajectory]:
     """
     first = batch.cu_seqlens[batch.turn_sequence.long()]
     places = torch.cat([first[:, None], batch.turn_begin[:, None], batch.turn_spans], 1)
-    ragged = {name: batch.values_of_tokens(name) for name in batch.ragged_values}
+    ragged = {name: ragged_rows(batch, name) for name in batch.ragged_values}
     return trajectories_of(batch, batch.input_ids, places, {**batch.fields, **ragged})
 
 

@@ -24,6 +24,7 @@ from trajpack.packing.buffer.chains import Labels
 from trajpack.packing.buffer.trajectory_arrays import TrajectoryArrays, as_array, as_tensor
 from trajpack.packing.conversion import shown
 from trajpack.packing.durable_files import remove_leftovers, replacing
+from trajpack.packing.ragged import compact_fields
 from trajpack.packing.text import one_line
 from trajpack.packing.token_fields import TokenField
 from trajpack.packing.tree.pack_tree import tree_of
@@ -47,8 +48,8 @@ def save(batch: PackedBatch | TreeBatch, path: str | os.PathLike[str]) -> None:
     """Write a batch or a tree to a ``.safetensors`` file, durably and whole.
 
     The file holds the trajectories, the layout (of a tree its options), and what was computed
-    later: advantages, returns, metrics, a narrowed ``loss_mask``, fields of ``with_field``. A CRC
-    covers all of it. A file that exists keeps its mode.
+    later: advantages, returns, metrics, a ``loss_mask`` of dropped tokens, fields of
+    ``with_field``. A CRC covers all of it. A file that exists keeps its mode.
 
     Args:
         batch: Batch or tree on any device.
@@ -165,7 +166,7 @@ def _later(batch: PackedBatch, fresh: PackedBatch) -> Arrays:
 
 def _tensors(batch: PackedBatch) -> dict[str, torch.Tensor]:
     """Return all tensors of a batch by their names in a file."""
-    fields, values = batch.compact_fields()
+    fields, values = compact_fields(batch)
     return {
         **batch.tensors(),
         **{f"fields.{name}": rows for name, rows in fields.items()},

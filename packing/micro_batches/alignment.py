@@ -60,6 +60,9 @@ class Alignment:
         max_sequences: Maximum sequences of a micro-batch, without the padding sequence. If given,
             boundaries have one length in all micro-batches, the last one repeated, and with `total`
             `MicroBatch.max_seqlen` is that: for CUDA graphs.
+        max_generated: Maximum generated tokens of a micro-batch. If given, it is
+            `MicroBatch.num_generated` of all, so that log-probabilities and `MicroBatch.generated`
+            have as many rows, some without a token: for CUDA graphs.
         positions: Positions of padding: ``"continue"`` counts on in its sequence, ``"zero"`` is 0.
         token_id: Token id of padding.
 
@@ -73,12 +76,14 @@ class Alignment:
     total: int | None = None
     tail: Tail = "sequence"
     max_sequences: int | None = None
+    max_generated: int | None = None
     positions: Literal["continue", "zero"] = "continue"
     token_id: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("sequence_multiple", "total_multiple", "total", "max_sequences", "token_id"):
-            if getattr(self, name) is None and name in ("total", "max_sequences"):
+        limits = ("total", "max_sequences", "max_generated")
+        for name in ("sequence_multiple", "total_multiple", "token_id", *limits):
+            if getattr(self, name) is None and name in limits:
                 continue
             value = as_integer(name, getattr(self, name))
             if value < 1 and name != "token_id":

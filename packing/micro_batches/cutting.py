@@ -16,6 +16,7 @@ import torch
 from trajpack.kernels.dispatch import Impl, check_not_captured
 from trajpack.kernels.rearrange.select_tokens import Number, Segment, TokenSources, merge_tokens
 from trajpack.packing.micro_batches.alignment import Alignment, Ints, Placement, check_alignment
+from trajpack.packing.micro_batches.generated import Fields
 from trajpack.packing.micro_batches.micro_batch import MicroBatch, check_given
 
 if TYPE_CHECKING:
@@ -184,6 +185,17 @@ class TokenSelection:
             for one in placed
         ]
 
+    def num_generated(self, one: PaddedMicroBatch) -> int:
+        """Return the generated tokens of a micro-batch, or as many as all have room for."""
+        lengths, most = self._batch.tables.generated_lens, self._alignment.max_generated
+        count = sum(lengths[index] for index in one.sequences)
+        if most is not None and count > most:
+            raise ValueError(
+                f"a micro-batch must have at most max_generated={most} generated tokens, "
+                f"got {count}"
+            )
+        return count if most is None else most
+
     def select(self, one: PaddedMicroBatch, table: torch.Tensor, impl: Impl) -> MicroBatch:
         """Return a micro-batch by its table on the device."""
         alignment = self._alignment
@@ -197,13 +209,12 @@ class TokenSelection:
         cu_padded = table[Segment.START, :num_boundaries]
         same = seqlens == padded_seqlens
         fixed = alignment.total if alignment.max_sequences is not None else None
-        generated = self._batch.tables.generated_lens
         return MicroBatch(
             **{name: selected.pop(name) for name in OWN},
             position_ids=position_ids,
             sequence_ids=sequence_ids,
             advantages=selected.pop("advantages", None),
-            fields=selected,
+            fields=Fields(selected),
             cu_seqlens=cu_padded if same else table[CU_SEQLENS, :num_boundaries],
             cu_seqlens_padded=cu_padded,
             seqlens=seqlens,
@@ -211,7 +222,7 @@ class TokenSelection:
             sequences=tuple(one.sequences.tolist()),
             num_kept=tuple(one.kept.tolist()),
             max_seqlen=max(padded_seqlens, default=0) if fixed is None else fixed,
-            num_generated=sum(generated[index] for index in one.sequences),
+            num_generated=self.num_generated(one),
             ragged_values=self._batch.ragged_values,
             value_counts=summed(
                 {name: lengths[one.sequences] for name, lengths in self._value_lens.items()}
@@ -233,6 +244,9 @@ def cut(
         ValueError: As `TokenSelection`.
     """
     selection = TokenSelection(batch, alignment, tensors)
+    if alignment.max_generated is not None:
+        for one in placed:
+            selection.num_generated(one)
     tables = send_tables(selection.tables(placed), batch.device)
     return (selection.select(*one, impl) for one in zip(placed, tables, strict=True))
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from trajpack.kernels.rearrange.context_parallel import Partition, chunks_of, context_parallel_index
-from trajpack.packing.micro_batches.labels import LabelMethods
-from trajpack.packing.micro_batches.logprobs import LogprobMethods
+from trajpack.packing.micro_batches.generated import Generated, generated_of
+from trajpack.packing.micro_batches.labels import drop, labels, shift
+from trajpack.packing.micro_batches.logprobs import logprobs
 from trajpack.packing.representation import missing_attribute, public_names
 
 M = TypeVar("M")
@@ -45,7 +46,7 @@ def moved(batch: M, move: Callable[[torch.Tensor], torch.Tensor]) -> M:
                 done[id(value)] = move(value)
             return done[id(value)]
         if isinstance(value, Mapping):
-            return {name: of(one) for name, one in value.items()}
+            return type(value)((name, of(one)) for name, one in value.items())  # type: ignore[call-arg]
         return type(value)(*map(of, value)) if hasattr(value, "_fields") else value
 
     given: Any = batch
@@ -99,7 +100,7 @@ def model_inputs(
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class MicroBatch(LabelMethods, LogprobMethods):
+class MicroBatch:
     """Some sequences of a packed batch, flat, in the given order and with the given padding.
 
     Made by `PackedBatch.select`, `PackedBatch.split` and `PackedBatch.micro_batches`. Tensors over
@@ -114,7 +115,8 @@ class MicroBatch(LabelMethods, LogprobMethods):
         turn_ids: int32 ``[tokens]``: turn that generated the token, an index of the turn tensors of
             the batch it was selected from, or -1.
         prompt_mask: bool ``[tokens]``: True on prompt and observation tokens, not on padding.
-        loss_mask: bool ``[tokens]``: True on generated tokens that the batch trains.
+        loss_mask: bool ``[tokens]``: True on generated tokens that the batch trains, see
+            `PackedBatch.with_loss_mask`.
         rollout_logprobs: float32 ``[tokens]``: log-probability at the token's own index; 0 where
             not generated.
         policy_versions: int32 ``[tokens]``: version of the weights that sampled the token, or -1.
@@ -133,8 +135,8 @@ class MicroBatch(LabelMethods, LogprobMethods):
             was cut off. Padding follows them.
         max_seqlen: Tokens of the longest sequence in memory, or `Alignment.total` where shapes are
             fixed.
-        num_generated: Generated tokens of `sequences`: those that `loss_mask` selects, or more
-            where a sequence was cut off.
+        num_generated: Generated tokens of `sequences`, those that were cut off or are not trained
+            included; or `Alignment.max_generated`.
         ragged_values: What the rows of ragged fields in `fields` refer to, by name: the batch's own
             tensors.
         value_counts: Values of each ragged field in `sequences`, and generated tokens without any,
@@ -164,6 +166,16 @@ class MicroBatch(LabelMethods, LogprobMethods):
     num_generated: int
     ragged_values: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     value_counts: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+
+    labels = labels
+    shift = shift
+    drop = drop
+    logprobs = logprobs
+
+    @property
+    def generated(self) -> Generated:
+        """Generated tokens in the order of `logprobs`, and what a loss takes of them."""
+        return generated_of(self)
 
     @property
     def num_tokens(self) -> int:

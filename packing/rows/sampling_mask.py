@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from trajpack.packing.conversion import host_array
-from trajpack.packing.ragged import Ragged
+from trajpack.packing.ragged import Ragged, ragged_rows
 from trajpack.packing.rows.packed import Packed
 
 
@@ -23,7 +23,7 @@ def masks_of(op: str, batch: Packed) -> Ragged:
     """
     if "sampling_mask" not in batch.ragged_values:
         raise ValueError(f"{op}: sampling_mask must be a field with ragged=True, got padded rows")
-    values = batch.values_of_tokens("sampling_mask").values
+    values = ragged_rows(batch, "sampling_mask").values
     if values.ndim != 1 or values.is_floating_point():
         raise ValueError(
             f"{op}: sampling_mask must hold integers without further dimensions, "

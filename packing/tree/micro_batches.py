@@ -23,6 +23,7 @@ from trajpack.packing.micro_batches.cutting import (
     send_tables,
     summed,
 )
+from trajpack.packing.micro_batches.generated import Fields
 from trajpack.packing.tree.chain_plan import ChainPlan, check_plan
 from trajpack.packing.tree.entries import Entries
 from trajpack.packing.tree.nodes import TreeNodes
@@ -181,11 +182,11 @@ def _assemble(
         tree_parent=torch.maximum(parent, nodes.pop("above")),
         loss_mask=loss_mask,
         cu_seqlens=cu_seqlens,
-        fields=nodes,
+        fields=Fields(nodes),
         entries=Entries(
             **own,
             node=node,
-            fields=entries,
+            fields=Fields(entries),
             ragged_values=batch.entries.ragged_values,
             value_counts=summed({name: lens[layout.turns] for name, lens in value_lens}),
         ),
@@ -212,6 +213,8 @@ def _layouts(batch: TreeBatch, plan: ChainPlan, alignment: Alignment) -> list[_L
             "alignment: trees have their padding behind the last one, with sequence_multiple=1 and "
             f"tail='sequence', got {alignment.sequence_multiple} and {alignment.tail!r}"
         )
+    if alignment.max_generated is not None:
+        raise ValueError(f"alignment: trees take no max_generated, got {alignment.max_generated}")
     layouts, turns_of = list[_Layout](), batch.chains.turns_at(plan.bounds)
     generated = batch.entries.host_lengths
     for number, ((begin, end), turns) in enumerate(

@@ -10,11 +10,10 @@ from typing import Any, Literal, Self, TypeAlias
 
 import numpy as np
 import torch
-from torch.nn.functional import pad
 
-from trajpack.packing.micro_batches.logprobs import LogprobMethods, Predictions, left_over
+from trajpack.packing.micro_batches.generated import Distinct, Generated
+from trajpack.packing.micro_batches.logprobs import logprobs
 from trajpack.packing.micro_batches.micro_batch import moved, record_storages
-from trajpack.packing.ragged import Ragged
 from trajpack.packing.tree.entries import Entries
 from trajpack.packing.tree.trie import Chains, Ints
 from trajpack.packing.tree_attention.attention import visible
@@ -25,7 +24,7 @@ Boundary: TypeAlias = Literal["shared", "duplicate"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class TreeNodes(LogprobMethods):
+class TreeNodes:
     """Trees of tokens, flat, and the generated tokens that lie on them.
 
     A node is a token behind all tokens before it. Nodes are numbered depth first, so a subtree is
@@ -103,64 +102,22 @@ class TreeNodes(LogprobMethods):
         """int64 ``[entries]``: node whose output predicts each entry; never -1."""
         return self.tree_parent[self.entry_node].long()
 
-    @cached_property
-    def _trained_until(self) -> torch.Tensor:
-        """int64 ``[nodes]``: trained nodes up to each node, its own included."""
-        return self.loss_mask.cumsum(0)
+    logprobs = logprobs
 
     @property
-    def _generated(self) -> Entries:
-        return self.entries
+    def generated(self) -> Generated:
+        """Entries in the order of `logprobs`, and what a loss takes of them."""
+        node, parent = self.entry_node, self.entry_parent
+        return Generated(self.entries, node, parent, fields=self.fields, distinct=self._distinct)
 
-    def _predictions(self, most: int | None, *, each: bool) -> Predictions:
-        behind = 0, left_over("logprobs", most, self.num_entries)
-        if each:
-            parents = pad(self.entry_parent, behind, value=-1)
-            return self.num_nodes, parents, pad(self.entries.input_ids, behind), None
-        rows, targets = self.logprob_rows(most)
-        of_entry = self._trained_until[self.entry_node] - 1
-        # an entry that is left over has the last row, which is left over too
-        owners = pad(of_entry, behind, value=rows.shape[0] - 1)
-        return self.num_nodes, rows, targets, owners
-
-    def logprob_rows(self, most: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the nodes whose output predicts each trained node, and the trained tokens.
-
-        Each trained node occurs once, in the order of nodes, however many entries lie on it.
-
-        Args:
-            most: As of `PackedBatch.logprob_rows`; `num_trained` if None.
-
-        Returns:
-            ``rows`` and ``targets``, int64 ``[num_trained]``: arguments of
-            `trajpack.kernels.token_logprobs`.
-
-        Raises:
-            ValueError: If ``most`` is below `num_trained`.
-
-        Example:
-            >>> import trajpack
-            >>> turns = [trajpack.Turn([1], [2], [-0.5]), trajpack.Turn([1], [2, 3], [-0.5, -1.0])]
-            >>> batch = trajpack.pack_tree([trajpack.Trajectory("a", turns)])
-            >>> batch.logprob_rows(), batch.num_entries
-            ((tensor([0, 1]), tensor([2, 3])), 3)
-        """
-        size = self.num_trained + left_over("logprob_rows", most, self.num_trained)
-        # a root is a prompt's: its parent, -1, is that of what is left over
-        trained = torch.nonzero_static(self.loss_mask, size=size, fill_value=0)[:, 0]
-        if not self.num_nodes:
-            return trained - 1, trained
-        rows = self.tree_parent[trained].long()
-        return rows, torch.where(rows >= 0, self.input_ids[trained], 0)
-
-    def ragged(self, name: str, most: int | None = None) -> Ragged:
-        """Return the values of a ragged field for each entry, as `PackedBatch.ragged`."""
-        cu, values = self.values_of_tokens(name)
-        behind = cu[-1:].expand(left_over("ragged", most, self.num_entries))
-        return Ragged(torch.cat([cu, behind]), values)
+    def _distinct(self) -> Distinct:
+        """Return the nodes on which entries lie, each once."""
+        nodes = torch.nonzero_static(self.loss_mask, size=self.num_trained)[:, 0]
+        owners = self.loss_mask.cumsum(0)[self.entry_node] - 1
+        return Distinct(self.tree_parent[nodes].long(), self.input_ids[nodes], owners)
 
     def labels(self, ignore: int = -100) -> torch.Tensor:
-        """Return the token that each node predicts, where a turn generated it.
+        """Return the token that each node predicts, where an entry of it is trained.
 
         The label that a loss over rows takes, such as a fused cross-entropy, int64 ``[nodes]``;
         ``ignore`` where there is none. What belongs to its entries is at `entry_parent`.
@@ -178,7 +135,11 @@ class TreeNodes(LogprobMethods):
         if self.boundary != "duplicate":
             raise ValueError("labels: needs pack_tree(..., boundary='duplicate'), got 'shared'")
         labels = torch.full_like(self.input_ids, ignore)
-        labels[self.entry_parent] = self.entries.input_ids  # equal where several have one parent
+        trained = torch.zeros_like(self.loss_mask, dtype=torch.int32)  # entries of each node
+        trained.index_add_(0, self.entry_node, self.entries.loss_mask.int())
+        is_label = trained[self.entry_node] > 0
+        # equal where several have one parent
+        labels[self.entry_parent] = torch.where(is_label, self.entries.input_ids, ignore)
         return labels
 
     @property

@@ -14,6 +14,7 @@ import torch
 
 from trajpack.kernels.scan.observations import PASSING
 from trajpack.packing.batch.batch import UNALIGNED, PackedBatch, SequenceOf
+from trajpack.packing.batch.description import trained_in_words
 from trajpack.packing.batch.unpack import trajectories_of
 from trajpack.packing.buffer.buffer import pack
 from trajpack.packing.conversion import sent
@@ -25,6 +26,8 @@ from trajpack.packing.credit.loss_weights import (
 )
 from trajpack.packing.micro_batches.alignment import Alignment, Placement
 from trajpack.packing.micro_batches.cutting import PaddedMicroBatch, merged
+from trajpack.packing.micro_batches.generated import with_loss_mask
+from trajpack.packing.ragged import compact_fields, ragged_rows
 from trajpack.packing.tree.chain_plan import (
     ChainPlan,
     check_plan,
@@ -130,6 +133,14 @@ class TreeBatch(TreeNodes):
         inputs = Inputs(values, logprobs, ref_logprobs, bootstrap, scores, state_ids)
         entries = with_advantages(self.entries, estimator, inputs, all_reduce=all_reduce, impl=impl)
         return dataclasses.replace(self, entries=entries)
+
+    def with_loss_mask(self, keep: torch.Tensor) -> TreeBatch:
+        """Return the batch without some entries in training, as `PackedBatch.with_loss_mask`.
+
+        ``keep`` is bool ``[entries]``. `loss_mask` stays: a node of entries that are dropped is
+        computed as before.
+        """
+        return dataclasses.replace(self, entries=with_loss_mask(self.entries, keep))
 
     def loss_weights(
         self,
@@ -354,7 +365,7 @@ class TreeBatch(TreeNodes):
         places = torch.from_numpy(first[:, None] + np.stack([0 * new, new, begin, end], 1))
         fields: dict[str, Any] = {name: rows[path] for name, rows in self.fields.items()}
         fields |= self.entries.fields
-        fields |= {name: self.values_of_tokens(name) for name in self.entries.ragged_values}
+        fields |= {name: ragged_rows(self.entries, name) for name in self.entries.ragged_values}
         return trajectories_of(self.entries, self.input_ids[path], places, fields)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TreeBatch:
@@ -369,7 +380,7 @@ class TreeBatch(TreeNodes):
 
     def _compact(self) -> TreeBatch:
         """Return the batch with the values of ragged fields alone, in the order of the entries."""
-        entries, (fields, values) = self.entries, self.compact_fields()
+        entries, (fields, values) = self.entries, compact_fields(self.entries)
         tables = entries.tables
         if not tables.is_whole(entries.loss_mask):  # nor may it be behind a move
             tables = tables._replace(loss_mask=tables.loss_mask.clone())
@@ -381,6 +392,7 @@ class TreeBatch(TreeNodes):
     def __repr__(self) -> str:
         return (
             f"TreeBatch({len(self.entries.ids)} trajectories, {self.num_turns} turns in "
-            f"{len(self)} trees; {self.num_nodes:,} nodes, {self.num_entries:,} entries; "
+            f"{len(self)} trees; {self.num_nodes:,} nodes, {self.num_entries:,} "
+            f"entries{trained_in_words(self.entries.loss_mask, self.num_entries)}; "
             f"share {self.share!r}, boundary {self.boundary!r}; {self.device})"
         )

@@ -18,7 +18,7 @@ from trajpack import GRPO, Alignment, MicroBatch, PackedBatch, Plan, pack, plan_
 from trajpack.testing import random_trajectory
 
 ROOM = 96
-ALIGNMENT = Alignment(total=ROOM, max_sequences=6)
+ALIGNMENT = Alignment(total=ROOM, max_sequences=6, max_generated=ROOM)
 VOCABULARY, WIDTH = 64, 16
 
 
@@ -66,11 +66,8 @@ def step_of(model: Model) -> Callable[[MicroBatch], torch.Tensor]:
 
     def step(static: MicroBatch) -> torch.Tensor:
         hidden = model.hidden(**static.model_inputs())
-        rows, _ = static.logprob_rows(most=static.num_tokens)
-        logprobs = static.logprobs(hidden, model.head, most=static.num_tokens)
-        assert static.advantages is not None
-        weights = static.advantages[rows + 1] * static.fields["weights"][rows + 1]
-        loss = -(logprobs * weights).sum()
+        generated, logprobs = static.generated, static.logprobs(hidden, model.head)
+        loss = -(logprobs * generated.advantages * generated["weights"]).sum()
         loss.backward()
         return loss.detach()
 

@@ -108,7 +108,7 @@ OF_BATCHES: dict[str, Callable[[Any], Any]] = {
     "micro-batches": cut,
     "labels": PackedBatch.labels,
     "model_inputs": PackedBatch.model_inputs,
-    "narrow": lambda batch: batch.narrow(batch.loss_mask),
+    "generated": lambda batch: batch.with_loss_mask(batch.loss_mask).generated.advantages,
     "loss_weights": lambda batch: batch.loss_weights("sequence_mean_token_mean"),
     "importance_weights": lambda batch: batch.importance_weights(
         batch.rollout_logprobs, Correction.mis()
@@ -121,6 +121,7 @@ OF_TREES: dict[str, Callable[[Any], Any]] = {
     "loss_weights": lambda tree: tree.loss_weights("token_mean"),
     "entry_weights": lambda tree: dataclasses.replace(tree, share="sum").entry_weights,
     "labels": lambda tree: tree.labels(),
+    "generated": lambda tree: tree.with_loss_mask(tree.advantages > 0).generated.advantages,
     "micro-batches": lambda tree: list(tree.micro_batches(CHAINS)),
 }
 

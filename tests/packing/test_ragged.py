@@ -12,6 +12,7 @@ from hypothesis import given, settings, strategies as st
 from tests.kernels.test_launches import OPS, VIEWS, RecordedOps
 from trajpack import (
     GRPO,
+    Alignment,
     TokenField,
     Trajectory,
     TrajectoryBuffer,
@@ -94,7 +95,7 @@ def test_lists_of_lists_come_back_from_a_batch(drawn, layout, calls):
     buffer.extend(with_rows(drawn)[::-1])  # writes over the memory that was packed
     assert batch.unpack() == trajectories
     for field in (MASK, TEACHER, BYTES):
-        ragged = batch.ragged(field.name)
+        ragged = batch.generated[field.name]
         assert (ragged.cu.dtype, ragged.values.dtype) == (torch.int32, field.dtype)
         assert ragged.values.shape == (batch.value_counts[field.name][0], *field.shape)
         assert lists_of(ragged) == rows_by_token(batch, trajectories, field.name)
@@ -122,7 +123,7 @@ def test_micro_batches_have_the_values_of_their_tokens(drawn, layout, data):
         batch.seqlens, capacity, oversized="truncate_at_turn", turn_ends=batch.turn_ends()
     )
     for one in (batch.select(order), *batch.micro_batches(plan)):
-        found = lists_of(one.ragged("mask"))
+        found = lists_of(one.generated["mask"])
         expected = rows_by_token(one, trajectories, "mask")
         assert found[: len(expected)] == expected
         assert not any(found[len(expected) :])  # tokens that were cut off
@@ -135,7 +136,8 @@ def test_the_rows_of_a_field_name_their_values():
     assert count == [0, 0, 2, 1]
     values = batch.ragged_values["mask"].tolist()
     assert [values[begin : begin + 2] for begin in first[2:3]] == [[3, 8]]
-    assert lists_of(batch.ragged("mask", most=4)) == [[3, 8], [4], [], []]
+    piece = batch.select([0], Alignment(max_generated=4))
+    assert lists_of(piece.generated["mask"]) == [[3, 8], [4], [], []]
 
 
 def test_values_are_taken_from_any_container():
@@ -151,7 +153,7 @@ def test_values_are_taken_from_any_container():
     turns = [Turn([1], [2, 2, 2], [0] * 3, fields={"mask": form}) for form in forms]
     for turn in turns:
         batch = pack([Trajectory("a", [turn])], fields=[MASK])
-        assert lists_of(batch.ragged("mask")) == rows
+        assert lists_of(batch.generated["mask"]) == rows
         assert turn == turns[0] == batch.unpack()[0].turns[0]
     other = dataclasses.replace(turns[0], fields={"mask": [[3], [8], [4]]})
     assert other not in turns
@@ -166,7 +168,7 @@ def test_trees_carry_them_with_their_entries(drawn):
     assert tree.unpack() == trajectories
     turns = [turn for one in trajectories for turn in one.turns]
     expected = [row for turn in turns for row in turn.fields["mask"]]
-    assert lists_of(tree.ragged("mask")) == expected
+    assert lists_of(tree.generated["mask"]) == expected
 
 
 @given(drawn=trajectory_lists().filter(len), data=st.data())
@@ -177,7 +179,7 @@ def test_micro_batches_of_trees_have_the_values_of_their_entries(drawn, data):
         tree = tree.with_advantages(GRPO())
     of_place = {}  # of an entry by its turn and its place in the turn
     for row, turn in zip(
-        lists_of(tree.ragged("mask")), tree.entries.turn_ids.tolist(), strict=True
+        lists_of(tree.generated["mask"]), tree.entries.turn_ids.tolist(), strict=True
     ):
         of_place.setdefault(turn, []).append(row)
     capacity = max(tree.seqlens, default=1)
@@ -185,7 +187,7 @@ def test_micro_batches_of_trees_have_the_values_of_their_entries(drawn, data):
     found = {}
     for piece in pieces:
         turns = piece.entries.turn_ids.tolist()
-        for row, turn in zip(lists_of(piece.ragged("mask")), turns, strict=True):
+        for row, turn in zip(lists_of(piece.generated["mask"]), turns, strict=True):
             found.setdefault(turn, []).append(row)
     assert found == of_place
 
@@ -196,9 +198,9 @@ def test_a_device_sends_all_values_of_the_entries_of_a_tree():
     others = [Turn([1, 2], [3, 5], [0, 0], fields={"mask": [[3, 5], [5, 6]]})]
     both = [Trajectory("a", turns), Trajectory("b", others)]
     tree = pack_tree(both, device="meta", fields=[MASK])
-    assert tree.ragged("mask").values.shape == (7,)
+    assert tree.generated["mask"].values.shape == (7,)
     plan = tree.plan_micro_batches(4)  # a node that both have is repeated or not
-    sizes = [one.ragged("mask").values.shape[0] for one in tree.micro_batches(plan)]
+    sizes = [one.generated["mask"].values.shape[0] for one in tree.micro_batches(plan)]
     assert sum(sizes) == 7
 
 
@@ -231,7 +233,7 @@ def test_copies_hold_their_own_values_and_no_more():
     batch = pack(turns, fields=FIELDS)
     copied = pickle.loads(pickle.dumps(batch))
     assert copied.unpack() == turns
-    assert copied.ragged_values["mask"].tolist() == batch.ragged("mask").values.tolist()
+    assert copied.ragged_values["mask"].tolist() == batch.generated["mask"].values.tolist()
     moved = batch.to("meta")
     assert moved.ragged_values["mask"].shape == (batch.value_counts["mask"][0],)
 
@@ -248,7 +250,7 @@ def test_a_pack_is_one_copy_and_the_launches_of_extra_fields():
     assert (copies, launched) == (1, OPS | {"trajpack.gather_fields.default": 1})
     for known in (batch, batch.with_advantages(GRPO())):
         micro_batch = known.select([0])  # a meta tensor whose value is read raises
-        assert micro_batch.ragged("mask").values.shape == (batch.value_counts["mask"][0],)
+        assert micro_batch.generated["mask"].values.shape == (batch.value_counts["mask"][0],)
 
 
 @pytest.mark.parametrize(
@@ -291,11 +293,11 @@ def test_bad_declarations_are_refused(options, error):
 
 def test_what_does_not_hold_them_says_so():
     batch = pack([], fields=[MASK])
-    assert batch.ragged("mask").cu.tolist() == [0]
+    assert batch.generated["mask"].cu.tolist() == [0]
     with pytest.raises(ValueError, match="'more': a ragged field must be packed"):
         batch.with_field(TokenField("more", torch.int32, ragged=True), torch.zeros(0, 2).int())
-    with pytest.raises(ValueError, match=r"that of a ragged field, \['mask'\], got 'other'"):
-        batch.ragged("other")
+    with pytest.raises(KeyError, match=r"no 'other' among .*\['mask'\]"):
+        batch.generated["other"]
 
 
 def test_declarations_of_other_fields_are_written_as_before():
@@ -316,7 +318,7 @@ def test_files_hold_them(drawn, layout, tmp_path_factory):
     assert loaded.unpack() == trajectories
     assert loaded.token_fields == batch.token_fields
     assert loaded.value_counts == batch.value_counts
-    assert torch.equal(loaded.ragged("teacher").values, batch.ragged("teacher").values)
+    assert torch.equal(loaded.generated["teacher"].values, batch.generated["teacher"].values)
     save(loaded, path)
     assert load(path).unpack() == trajectories
 
@@ -403,7 +405,7 @@ def test_logprobs_are_normalised_over_a_named_support(layout):
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(batch.num_tokens, 8, generator=generator)
     weight = torch.randn(9, 8, generator=generator)
-    rows, targets = batch.logprob_rows()
+    rows, targets = batch.generated.predicted_by, batch.generated.input_ids
     expected = []
     for row, target, mask in zip(rows.tolist(), targets.tolist(), chain(*masks), strict=True):
         logits = weight @ hidden[row]
@@ -411,12 +413,10 @@ def test_logprobs_are_normalised_over_a_named_support(layout):
         expected.append(logits[target] - allowed.logsumexp(0))
     found = batch.logprobs(hidden, weight, support="mask")
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-5, atol=1e-6)
-    narrowed = dataclasses.replace(batch, loss_mask=batch.loss_mask & (batch.input_ids != 4))
-    of_rows = [number for number, target in enumerate(targets.tolist()) if target != 4]
-    left = narrowed.logprobs(hidden, weight, support="mask")
-    torch.testing.assert_close(left[:-1], found[of_rows])
-    assert left[-1] == 0
-    with pytest.raises(ValueError, match="that of a ragged field"):
+    dropped = batch.with_loss_mask(batch.input_ids != 4)
+    left = dropped.logprobs(hidden, weight, support="mask")
+    torch.testing.assert_close(left, found.where(targets != 4, 0.0))
+    with pytest.raises(KeyError, match="no 'other' among"):
         batch.logprobs(hidden, weight, support="other")
 
 

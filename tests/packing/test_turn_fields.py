@@ -32,7 +32,7 @@ def forms(folder):
     """Return the trajectories as each form gives them back, and the batches among these."""
     packed, tree = trajpack.pack(GIVEN), trajpack.pack_tree(GIVEN)
     batches = {"batch": packed, "device batch": pack_resident(GIVEN), "tree": tree.merged()}
-    batches["narrowed"] = packed.narrow(packed.prompt_mask)
+    batches["dropped"] = packed.with_loss_mask(packed.prompt_mask)
     batches["pickled"] = pickle.loads(pickle.dumps(packed))
     for name, batch in (("batch", packed), ("tree", tree)):
         trajpack.save(batch, folder / name)

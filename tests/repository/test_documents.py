@@ -41,6 +41,7 @@ MOST_LINES = {
     "Bring rollouts of another trainer": 34,
     "Write an environment and an agent": 49,
     "Write an estimator": 16,
+    "Drop old tokens": 58,
     "Carry routed experts and a teacher": 31,
     "Write an engine": 47,
     "Replace padded tensors": 43,

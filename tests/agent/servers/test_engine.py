@@ -403,8 +403,8 @@ async def test_sampling_masks_of_vllm_become_the_support_of_a_batch() -> None:
     turns = batch.num_turns
     assert result.error is None
     assert turns == 2
-    assert batch.ragged("sampling_mask").values.tolist() == allowed * turns
-    assert batch.ragged("sampling_mask").cu.diff().tolist() == list(map(len, rows)) * turns
+    assert batch.generated["sampling_mask"].values.tolist() == allowed * turns
+    assert batch.generated["sampling_mask"].cu.diff().tolist() == list(map(len, rows)) * turns
     head = torch.zeros(len(tokenizer), 4)
     found = batch.logprobs(torch.zeros(batch.num_tokens, 4), head, support="sampling_mask")
     torch.testing.assert_close(found, -torch.tensor([*map(len, rows)] * turns).log())

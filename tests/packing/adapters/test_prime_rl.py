@@ -14,6 +14,7 @@ from trajpack.packing.adapters.prime_rl import (
     to_training_samples,
 )
 from trajpack.packing.micro_batches.alignment import Alignment
+from trajpack.packing.ragged import ragged_rows
 from trajpack.testing import assert_same_bits
 
 FORM = {"array_like": True, "gc": False, "omit_defaults": True}
@@ -192,7 +193,7 @@ def test_sampling_masks_are_tokens_and_counts_on_the_way_and_rows_at_the_trainer
     assert tensor.dtype == torch.int32
     assert tensor.shape == (1, packed.num_tokens, 4)  # as many as the longest row has
     assert [padded(row, 4, -1) for row in arrived] == tensor[0].tolist()
-    cu, values = batch.values_of_tokens(MASK.name)
+    cu, values = ragged_rows(batch, MASK.name)
     expected = [padded(row.tolist(), 4, -1) for row in values.split(cu.diff().tolist())]
     assert tensor[0, : batch.num_tokens].tolist() == expected
     assert (tensor[0, batch.num_tokens :] == -1).all()

@@ -109,7 +109,7 @@ def test_routes_are_of_all_tokens_but_the_last():
 def test_teacher_logprobs_and_sampling_masks_are_of_responses():
     batch = random_batch(np.random.default_rng(24), fields=FIELDS)
     found = to_train_data(batch)
-    cu, values = batch.ragged("sampling_mask")
+    cu, values = batch.generated["sampling_mask"]
     kept = iter(values.split(cu.diff().tolist()))  # of the generated tokens
     teachers = batch.fields["teacher_log_probs"].split(batch.seqlens)
     rows = zip(rows_by_loop(batch), teachers, strict=True)

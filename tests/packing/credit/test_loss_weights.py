@@ -182,7 +182,7 @@ def test_wrong_input_is_named():
 def test_weights_follow_a_mask_that_was_written_to(aggregation):
     batch = pack([Trajectory(n, [Turn([1], [2, 3, 4], [-0.5] * 3)]) for n in "ab"], device="cpu")
     mask = torch.arange(batch.num_tokens) != 1
-    expected = batch.narrow(mask).loss_weights(aggregation)
+    expected = batch.with_loss_mask(mask).loss_weights(aggregation)
     batch.loss_mask.logical_and_(mask)
     assert torch.equal(batch.loss_weights(aggregation), expected)
     assert expected[1] == 0

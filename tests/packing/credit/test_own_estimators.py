@@ -1,4 +1,4 @@
-"""Functions and tensors of a caller as estimators; `spread` and `narrow`."""
+"""Functions and tensors of a caller as estimators; `spread` and `with_loss_mask`."""
 
 import dataclasses
 import re
@@ -172,23 +172,21 @@ def test_what_cannot_be_spread_is_refused(x, of, expected):
         pack(grouped()).spread(x, of=of)
 
 
-def test_a_narrowed_mask_counts_in_weights_and_rows_and_stays_known_to_the_host():
+def test_dropped_tokens_count_in_no_weight_and_wrong_masks_are_refused():
     batch = pack(grouped()).with_advantages(leave_one_out)
     mask = torch.arange(batch.num_tokens) % 3 > 0
-    narrowed = batch.narrow(mask)
-    assert torch.equal(narrowed.loss_mask, batch.loss_mask & mask)
-    kept = int(narrowed.loss_mask.sum())
-    weights = narrowed.loss_weights("token_mean")
-    assert weights[narrowed.loss_mask].tolist() == pytest.approx([1 / kept] * kept)
-    assert not weights[~narrowed.loss_mask].any()
-    rows, _ = narrowed.logprob_rows()
-    assert (rows >= 0).sum() == kept
-    assert narrowed.tables.generated_lens == batch.tables.generated_lens
-    assert torch.equal(narrowed.advantages, batch.advantages)
-    with pytest.raises(TypeError, match="narrow: mask must be bool, got int64"):
-        batch.narrow(mask.long())
-    with pytest.raises(ValueError, match="narrow: mask must have one entry for each"):
-        batch.narrow(mask[1:])
+    dropped = batch.with_loss_mask(mask)
+    kept = int(dropped.loss_mask.sum())
+    weights = dropped.loss_weights("token_mean")
+    assert weights[dropped.loss_mask].tolist() == pytest.approx([1 / kept] * kept)
+    assert not weights[~dropped.loss_mask].any()
+    assert dropped.tables.generated_lens == batch.tables.generated_lens
+    assert f"{batch.num_generated} generated, {kept} trained" in repr(dropped)
+    assert "trained" not in repr(batch)
+    with pytest.raises(TypeError, match="with_loss_mask: keep must be bool, got int64"):
+        batch.with_loss_mask(mask.long())
+    with pytest.raises(ValueError, match="with_loss_mask: keep must have one entry for each"):
+        batch.with_loss_mask(mask[1:])
 
 
 @pytest.mark.parametrize(

@@ -69,14 +69,14 @@ def test_every_batch_is_saved_and_loaded_bit_for_bit(way: str, layout: Layout, p
     check()
 
 
-def narrowed(batch: PackedBatch) -> torch.Tensor:
+def some_dropped(batch: PackedBatch) -> torch.Tensor:
     mask = batch.loss_mask.clone()
     mask[batch.turn_spans[0, 0]] = False
     return mask
 
 
 LATER: dict[str, Callable[[PackedBatch], dict[str, Any]]] = {
-    "narrowed": lambda batch: {"loss_mask": narrowed(batch)},
+    "dropped tokens": lambda batch: {"loss_mask": some_dropped(batch)},
     "advantages": lambda batch: {"advantages": torch.full_like(batch.returns, float("nan"))},
     "a view with a gradient": lambda batch: {
         "advantages": torch.zeros(batch.num_tokens, 2, requires_grad=True)[:, 1]
@@ -102,12 +102,12 @@ def test_what_was_computed_later_is_kept(change: str, layout: Layout, path: Path
 
 @given(drawn=trajectory_lists())
 @settings(max_examples=10)
-def test_a_narrowed_tree_is_saved_and_loaded(
+def test_a_tree_with_dropped_tokens_is_saved_and_loaded(
     tmp_path_factory: pytest.TempPathFactory, drawn: list[Trajectory]
 ) -> None:
     tree = pack_tree(drawn).with_advantages(trajpack.TurnReturns())
     mask = torch.arange(tree.num_entries) % 3 > 0
-    tree = dataclasses.replace(tree, entries=dataclasses.replace(tree.entries, loss_mask=mask))
+    tree = tree.with_loss_mask(mask)
     path = tmp_path_factory.mktemp("tree") / "tree.safetensors"
     save(tree, path)
     loaded = load_tree(path)

@@ -147,7 +147,7 @@ def test_a_log_is_a_source_with_its_fields(tmp_path):
         dataset = PackedDataset(log, CAPACITY)
         for _ in range(2):
             (piece,) = dataset
-            assert piece.ragged("mask").values.tolist() == [3, 4, 5] * 3
+            assert piece.generated["mask"].values.tolist() == [3, 4, 5] * 3
 
 
 def test_items_without_trajectories_are_refused():

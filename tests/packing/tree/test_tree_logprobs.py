@@ -33,7 +33,7 @@ def dense(batch, hidden, weight):
 def test_each_trained_node_is_a_row_once():
     trajectories = branching()
     batch = pack_tree(trajectories)
-    rows, targets = batch.logprob_rows()
+    rows, targets, _ = batch.generated.distinct()
     trained = sorted(set(entries(trajectories)))
     nodes = prefixes(trajectories)
     assert len(trained) < batch.num_entries
@@ -71,22 +71,6 @@ def test_temperatures_divide_the_logits_of_a_row(way):
         want = want.gather(1, batch.entries.input_ids[:, None])[:, 0]
         got = batch.logprobs(*given, temperature=temperature)
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
-
-
-def test_rows_that_are_left_over_are_zero_and_reach_no_gradient():
-    batch = pack_tree(branching())
-    hidden, weight, _ = outputs_of(batch)
-    want = batch.logprobs(hidden, weight)
-    most = batch.num_entries + 3
-    for temperature in (1.0, torch.nn.functional.pad(torch.ones(batch.num_entries), (0, 3))):
-        got = batch.logprobs(hidden, weight, most=most, temperature=temperature)
-        torch.testing.assert_close(got[:-3], want, rtol=1e-12, atol=1e-12)
-        assert got[-3:].tolist() == [0, 0, 0]
-        found, expected = (
-            torch.autograd.grad(one.sum(), (hidden, weight), retain_graph=True)
-            for one in (got, want)
-        )
-        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
 
 def test_a_token_that_cannot_be_sampled_adds_no_entropy():

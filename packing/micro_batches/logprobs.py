@@ -94,16 +94,15 @@ def logprobs(  # noqa: D417, PLR0913 - a method of batches, as trajpack.kernels.
             raise TypeError(f"logprobs: {wrong}, got logits")
         results = _of_logits(hidden, rows, targets, temperature, entropy=entropy)
     else:
-        (weight, bias), every = head_of(lm_head), False
-        if isinstance(support, str):
-            every = generated.all_have_values(support)
-            support = generated[support]
-        if isinstance(tokens, str):
-            tokens = generated[tokens]
+        weight, bias = head_of(lm_head)
+        every = isinstance(support, str) and generated.all_have_values(support)
+        others, allowed = (
+            generated[sets] if isinstance(sets, str) else sets for sets in (tokens, support)
+        )
         results = token_logprobs(
-            hidden, weight, rows, targets if tokens is None else tokens,
+            hidden, weight, rows, targets if tokens is None else others,
             bias=bias, temperature=temperature, softcap=softcap, entropy=entropy,
-            support=support, every_row_supported=every, group=group,
+            support=allowed, every_row_supported=every, group=group,
             keep_logits=keep_logits, impl=impl,
         )  # fmt: skip
     several = results if isinstance(results, tuple) else (results,)

@@ -112,7 +112,8 @@ def cut_chains(
     """Implement `TreeBatch.micro_batches`."""
     layouts, entries = _layouts(batch, plan, alignment), batch.entries
     tokens = {name: getattr(entries, name) for name in TOKENS} | dict(entries.fields)
-    taken = {field.name for field in dataclasses.fields(Entries)} | set(entries.fields)
+    taken = {field.name for field in dataclasses.fields(Entries)}
+    taken |= {*entries.fields, *batch.fields}
     sizes: Any = {"num_tokens": entries.num_tokens, "device": batch.device}
     tokens |= checked_tensors(tensors, taken, **sizes)
     tokens = {name: tensor for name, tensor in tokens.items() if tensor is not None}

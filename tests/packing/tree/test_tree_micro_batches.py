@@ -388,9 +388,14 @@ def test_wrong_arguments_are_named():
             r"'x' must have shape \[12, ...\], got \[3\]",
         ),
         (
-            lambda: batch.micro_batches(plan, tensors={"entry_node": torch.ones(12)}),
+            lambda: batch.micro_batches(plan, tensors={"node": torch.ones(12)}),
             ValueError,
-            "has a field 'entry_node' already",
+            "has a field 'node' already",
+        ),
+        (
+            lambda: batch.micro_batches(plan, Alignment(max_generated=30)),
+            ValueError,
+            "trees take no max_generated, got 30",
         ),
         (lambda: batch.merge(plan, []), ValueError, "outputs must be 1, .* got 0"),
         (lambda: plan[1], IndexError, "micro-batch 1 of 1"),

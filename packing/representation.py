@@ -11,7 +11,7 @@ import torch
 
 _NUMBERS, _OTHERS, _CHARS = 6, 2, 60
 """Numbers, other entries and characters that are shown at most."""
-INTERNAL = frozenset(("host_lengths", "host_values", "tables", "value_counts"))
+INTERNAL = frozenset(("chains", "host_lengths", "host_values", "moved", "tables", "value_counts"))
 """Attributes without an underscore that are read by this library alone."""
 CALLED = {
     "attention_mask": "model_inputs(), which has what keeps sequences apart",
@@ -64,7 +64,10 @@ def missing_attribute(self: Any, name: str) -> None:
         AttributeError: Always.
     """
     words = f"{type(self).__name__!r} object has no attribute {name!r}"
-    hint = f"; it is called {CALLED[name]}" if name in CALLED else ""
+    ours, hint = CALLED.get(name, ""), ""
+    if ours:
+        is_here = hasattr(self, ours.partition("(")[0])
+        hint = f"; it is called {ours}{'' if is_here else ' and is in the packed batch'}"
     raise AttributeError(words + hint, name=name, obj=self)
 
 

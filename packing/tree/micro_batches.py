@@ -15,7 +15,7 @@ import torch
 
 from trajpack.kernels.dispatch import Impl
 from trajpack.kernels.rearrange.select_tokens import Number, TokenSources
-from trajpack.packing.micro_batches.alignment import Alignment, Placement
+from trajpack.packing.micro_batches.alignment import Alignment, Placement, check_alignment
 from trajpack.packing.micro_batches.cutting import (
     CU_SEQLENS,
     SegmentTable,
@@ -209,6 +209,7 @@ def _layouts(batch: TreeBatch, plan: ChainPlan, alignment: Alignment) -> list[_L
     """
     trie = batch.chains.trie
     check_plan(plan, trie)
+    check_alignment(alignment)
     if alignment.sequence_multiple != 1 or alignment.tail != "sequence":
         raise ValueError(
             "alignment: trees have their padding behind the last one, with sequence_multiple=1 and "

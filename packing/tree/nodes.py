@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ import torch
 from trajpack.packing.micro_batches.generated import Distinct, Generated
 from trajpack.packing.micro_batches.logprobs import logprobs
 from trajpack.packing.micro_batches.micro_batch import moved, record_storages
+from trajpack.packing.representation import missing_attribute, public_names
 from trajpack.packing.tree.entries import Entries
 from trajpack.packing.tree.trie import Chains, Ints
 from trajpack.packing.tree_attention.attention import visible
@@ -266,6 +267,10 @@ class TreeNodes:
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         """Return the trees and their entries with all tensors moved, each once."""
         return dataclasses.replace(moved(self, move), entries=moved(self.entries, move))
+
+    __dir__ = public_names
+    if not TYPE_CHECKING:  # else it would have every attribute
+        __getattr__ = missing_attribute
 
     def __len__(self) -> int:
         """Trees in the batch."""

@@ -14,6 +14,7 @@ import torch
 
 from trajpack.kernels.scan.observations import PASSING
 from trajpack.packing.batch.batch import UNALIGNED, PackedBatch, SequenceOf
+from trajpack.packing.batch.breaks import PrefixBreak
 from trajpack.packing.batch.description import trained_in_words
 from trajpack.packing.batch.unpack import trajectories_of
 from trajpack.packing.buffer.buffer import pack
@@ -28,6 +29,7 @@ from trajpack.packing.micro_batches.alignment import Alignment, Placement
 from trajpack.packing.micro_batches.cutting import PaddedMicroBatch, merged
 from trajpack.packing.micro_batches.generated import with_loss_mask
 from trajpack.packing.ragged import compact_fields, ragged_rows
+from trajpack.packing.text import counted
 from trajpack.packing.tree.chain_plan import (
     ChainPlan,
     check_plan,
@@ -194,7 +196,7 @@ class TreeBatch(TreeNodes):
         )
 
     def statistics(self) -> TreeStatistics:
-        """Return what the tree shares, between whom, and where and why prefixes broke.
+        """Return what the tree shares, and between whom.
 
         Example:
             >>> import trajpack
@@ -205,11 +207,16 @@ class TreeBatch(TreeNodes):
             >>> statistics = trajpack.pack_tree([trajpack.Trajectory("a", turns)]).statistics()
             >>> statistics.num_tokens_merged, statistics.num_nodes
             (11, 9)
-            >>> statistics.breaks[0]  # doctest: +NORMALIZE_WHITESPACE
-            PrefixBreak(trajectory=0, turn=1, history=0, position=2, expected=8, came=3,
-                        reason='stripped', removed=1, added=0)
         """
         return statistics_of(self)
+
+    def prefix_breaks(self) -> tuple[PrefixBreak, ...]:
+        """Return where prefixes broke and why, as `PackedBatch.prefix_breaks`."""
+        return self.merged().prefix_breaks()
+
+    def show(self, sequences: int = 2, **options: Any) -> None:
+        """Print the batch of `merged`, with the options of `PackedBatch.show`."""
+        self.merged().show(sequences, **options)
 
     def plan_micro_batches(self, capacity: int) -> ChainPlan:
         """Plan as few micro-batches of at most ``capacity`` nodes as can be, with as few nodes.
@@ -390,9 +397,11 @@ class TreeBatch(TreeNodes):
         return dataclasses.replace(self, entries=of_entries)
 
     def __repr__(self) -> str:
+        num_breaks = len(self.chains.trie.order) - len(self.entries.ids)
+        breaks = f", {counted(num_breaks, 'prefix break')}" if num_breaks else ""
         return (
             f"TreeBatch({len(self.entries.ids)} trajectories, {self.num_turns} turns in "
-            f"{len(self)} trees; {self.num_nodes:,} nodes, {self.num_entries:,} "
+            f"{len(self)} trees{breaks}; {self.num_nodes:,} nodes, {self.num_entries:,} "
             f"entries{trained_in_words(self.entries.loss_mask, self.num_entries)}; "
             f"share {self.share!r}, boundary {self.boundary!r}; {self.device})"
         )

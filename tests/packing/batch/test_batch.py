@@ -67,7 +67,8 @@ def test_a_batch_says_what_it_holds():
 def test_names_of_other_libraries_are_answered_with_ours(kind):
     batch = pack(some_trajectories())
     owner = batch if kind == "batch" else batch.select([0])
-    for name, ours in [("response_mask", "loss_mask"), ("rewards", "turn_rewards")]:
+    rewards = "turn_rewards" if kind == "batch" else "turn_rewards and is in the packed batch"
+    for name, ours in [("response_mask", "loss_mask"), ("rewards", rewards)]:
         with pytest.raises(AttributeError, match=f"no attribute '{name}'; it is called {ours}$"):
             getattr(owner, name)
     with pytest.raises(AttributeError, match=r"'attention_mask'; it is called model_inputs\(\)"):

@@ -275,8 +275,8 @@ def test_copies_are_equal(copied):
 def test_a_tree_says_what_it_is():
     batch = pack_tree([Trajectory("a", [Turn([1], [2], [-0.5]), Turn([1], [3], [-0.5])])])
     assert repr(batch) == (
-        "TreeBatch(1 trajectories, 2 turns in 1 trees; 3 nodes, 2 entries; share 'once', "
-        "boundary 'shared'; cpu)"
+        "TreeBatch(1 trajectories, 2 turns in 1 trees, 1 prefix break; 3 nodes, 2 entries; "
+        "share 'once', boundary 'shared'; cpu)"
     )
     assert (len(batch), batch.num_nodes, batch.num_entries, batch.num_turns) == (1, 3, 2, 2)
 

@@ -20,9 +20,10 @@ from trajpack.kernels.dispatch import register_op
 from trajpack.kernels.logprobs.pair_logits import Logits, Pairs, pair_gradients, pair_logits
 from trajpack.kernels.rearrange.repeat_rows import sum_rows
 
-MOST_ROWS = {"cuda": 4096, "cpu": 512}
-"""Rows of a tile, by the type of device."""
-MOST_COLUMNS = {"cuda": 16_384, "cpu": 4096}
+MOST_ROWS = {"cuda": 8192, "cpu": 512}
+"""Most rows of a tile, by the type of device."""
+TILE_BYTES = {"cuda": 2**28, "cpu": 2**23}
+"""About the most bytes of a tile: fewer rows have more columns, and so fewer launches."""
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -50,11 +51,13 @@ class Cut(NamedTuple):
     tiles may have fewer."""
 
     @classmethod
-    def of(cls, hidden: torch.Tensor, vocabulary: int, multiple: int) -> Cut:
-        """Return the cut by the type of device."""
+    def of(cls, hidden: torch.Tensor, num_rows: int, vocabulary: int, multiple: int) -> Cut:
+        """Return the cut, in even parts, by the type of device."""
         kind = "cuda" if hidden.is_cuda else "cpu"
-        columns = math.ceil(vocabulary / math.ceil(vocabulary / MOST_COLUMNS[kind]))
-        return cls(MOST_ROWS[kind], math.ceil(columns / multiple) * multiple)
+        rows = _even_part(num_rows, MOST_ROWS[kind])
+        most = TILE_BYTES[kind] // (rows * hidden.itemsize)
+        columns = _even_part(vocabulary, max(1, most))
+        return cls(rows, math.ceil(columns / multiple) * multiple)
 
     def entries(self, rows: int) -> int:
         """Return the entries of memory of a tile: with the one for pairs, a multiple of 64."""
@@ -74,6 +77,11 @@ class Cut(NamedTuple):
         return columns * column + min((most - columns * column) // each, whole) * each
 
 
+def _even_part(whole: int, most: int) -> int:
+    """Return the size of each of the fewest parts of at most so many, at least 1."""
+    return max(1, math.ceil(whole / math.ceil(max(1, whole) / most)))
+
+
 def tiles_of(
     logits: Logits, hidden: torch.Tensor, multiple: int = 1, kept: torch.Tensor | None = None,
     *, again: bool = False,
@@ -84,7 +92,7 @@ def tiles_of(
     are not computed, and are the sources of tiles in that memory.
     """
     num_rows, vocabulary = hidden.shape[0], logits.weight.shape[0]
-    cut, place = Cut.of(hidden, vocabulary, multiple), 0
+    cut, place = Cut.of(hidden, num_rows, vocabulary, multiple), 0
     starts = range(0, num_rows, cut.rows)
     rows_of = [slice(first, min(first + cut.rows, num_rows)) for first in starts]
     parts, shared = [(rows, hidden[rows]) for rows in rows_of], None
@@ -219,19 +227,22 @@ def gradients(
 ) -> list[torch.Tensor | None]:  # fmt: skip
     """Return the gradients of gathered rows, weight and bias that are needed, else None.
 
-    That of the rows is in the dtype of sums. Every product is added in float32 and in the order of
-    the tiles. ``rates`` are those of `slope_reference`.
+    That of the rows is in the dtype of sums. Products are added in float32 and in the order of the
+    tiles; the only one of a part of the weight is rounded as it is. ``rates`` are those of
+    `slope_reference`.
     """
     hidden = logits.hidden.index_select(0, logits.rows)
     sums, num_rows = logits.sums, hidden.shape[0]
     of_hidden = torch.zeros_like(hidden, dtype=sums) if needs[0] else None
-    of_weight = hidden.new_zeros(logits.weight.shape) if needs[1] else None
-    of_bias = torch.zeros_like(logits.weight[:, :1]) if needs[2] else None
+    of_weight = hidden.new_empty(logits.weight.shape) if needs[1] else None
+    of_bias = hidden.new_empty((logits.weight.shape[0], 1)) if needs[2] else None
     by_column = [
         (total, right, hidden.new_empty(0, dtype=sums))
         for total, right in ((of_weight, hidden), (of_bias, hidden.new_ones(num_rows, 1)))
         if total is not None
     ]
+    for total, *_ in by_column if not num_rows else ():
+        total.zero_()  # no tile writes it
     rates, of_picked = rates.to(sums), of_picked.to(hidden.dtype)
     _, change, held, multiple = way_of(impl, pairs)
     for tile in tiles_of(logits, hidden, multiple, kept, again=True):
@@ -239,12 +250,23 @@ def gradients(
         if of_hidden is not None:
             add_product(of_hidden[tile.rows], tile.logits, logits.weight[tile.columns])
         for total, right, part in by_column:
+            if tile.rows == slice(0, num_rows):
+                set_product(total[tile.columns], tile.logits.T, right)
+                continue
             if not tile.rows.start:
                 part.resize_(tile.logits.shape[1], right.shape[1]).zero_()
             add_product(part, tile.logits.T, right[tile.rows])
             if tile.rows.stop == num_rows:
                 total[tile.columns] = part
     return [of_hidden, of_weight, None if of_bias is None else of_bias[:, 0]]
+
+
+def set_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Write a matrix product, which is added in float32 at least, to ``total``."""
+    if left.dtype in HALVES and not left.is_cuda:
+        total.copy_(left.float() @ right.float())
+    else:
+        torch.mm(left, right, out=total)
 
 
 def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -270,8 +292,9 @@ def _memory_kept(arguments: tuple[Any, ...]) -> torch.Tensor:
     hidden, vocabulary, most = logits.hidden, logits.weight.shape[0], arguments[-1]
     if not whole or not most:
         return hidden.new_empty(0)
-    cut = Cut.of(hidden, vocabulary, way_of(options["impl"], pairs)[-1])
-    return hidden.new_empty(cut.kept(logits.rows.shape[0], vocabulary, most // hidden.itemsize))
+    num_rows = logits.rows.shape[0]
+    cut = Cut.of(hidden, num_rows, vocabulary, way_of(options["impl"], pairs)[-1])
+    return hidden.new_empty(cut.kept(num_rows, vocabulary, most // hidden.itemsize))
 
 
 def _run(*arguments: Any) -> tuple[torch.Tensor, ...]:

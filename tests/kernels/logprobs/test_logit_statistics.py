@@ -62,7 +62,7 @@ OPTIONS: list[dict[str, Any]] = [{}, {"bias": True, "temperature": True}, {"soft
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_ROWS", {"cpu": 4})
-    monkeypatch.setattr(module, "MOST_COLUMNS", {"cpu": 16})
+    monkeypatch.setattr(module, "TILE_BYTES", {"cpu": 256})
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -80,7 +80,7 @@ def test_kernels_equal_the_reference(dtype: torch.dtype, options: dict[str, Any]
 def test_rows_of_tiles_begin_and_end_on_a_multiple(
     vocabulary: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MOST_COLUMNS", {"cpu": 128})
+    monkeypatch.setattr(module, "TILE_BYTES", {"cpu": 5 * 128 * 4})
     logits = case(5, vocabulary).logits
     tiles = module.tiles_of(logits, logits.hidden.index_select(0, logits.rows), 32)
     columns = [tile.columns for tile in tiles]
@@ -90,8 +90,16 @@ def test_rows_of_tiles_begin_and_end_on_a_multiple(
     assert all(one.stop - one.start <= 128 for one in columns)
 
 
+def test_fewer_rows_have_more_columns_and_parts_are_even() -> None:
+    hidden = torch.empty(0, 6)
+    cuts = [module.Cut.of(hidden, rows, 152_000, 1) for rows in (0, 1, 16, 512, 513, 1400)]
+    assert [one[:2] for one in cuts] == [
+        (1, 152_000), (1, 152_000), (16, 76_000), (512, 4_000), (257, 8_000), (467, 4_471),
+    ]  # fmt: skip
+
+
 def test_kernels_take_more_pairs_than_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_COLUMNS", {"cpu": 1024})  # a row has some in each tile
+    monkeypatch.setattr(module, "TILE_BYTES", {"cpu": 3 * 1024 * 4})  # a row has some in each tile
     one = case(3, 2000)
     tokens = torch.randperm(2000, generator=torch.Generator().manual_seed(2))[:450]
     one = one._replace(pairs=Pairs(torch.tensor([0, 300, 301, 450]).int(), tokens))
@@ -119,7 +127,7 @@ def test_pairs_alone_have_the_logits_and_gradients_of_tiles(
 
 
 def test_a_pair_at_the_first_column_of_the_next_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_COLUMNS", {"cpu": 1024})
+    monkeypatch.setattr(module, "TILE_BYTES", {"cpu": 3 * 1024 * 4})
     pairs = Pairs(torch.tensor([0, 2, 4, 5]).int(), torch.tensor([1024, 0, 1023, 1024, 2047]))
     one = case(3, 2048)._replace(pairs=pairs)
     for found, expected in zip(one.run("triton"), one.run("torch"), strict=True):

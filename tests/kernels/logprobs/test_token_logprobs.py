@@ -23,7 +23,7 @@ from trajpack.testing import assert_same_bits
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let some rows and tokens need several tiles."""
     monkeypatch.setattr(logit_statistics, "MOST_ROWS", {"cpu": 4})
-    monkeypatch.setattr(logit_statistics, "MOST_COLUMNS", {"cpu": 16})
+    monkeypatch.setattr(logit_statistics, "TILE_BYTES", {"cpu": 256})
 
 
 class Case:
@@ -342,7 +342,7 @@ def test_kept_logits_change_no_bit(name: str, dtype: torch.dtype) -> None:
     case, options = Case(9, 50, dtype), dict(KEPT[name])
     options |= options_of(case, options.pop("every", "bias"))
     targets = case.support if options.pop("sets", False) else case.targets
-    tile = 128 * dtype.itemsize  # at most: 4 rows of 13 logits, rounded up
+    tile = 64 * dtype.itemsize  # 3 rows of at most 21 logits
     leaves = case.leaves[: 3 if "bias" in options else 2]
     every = []
     for keep in (0, tile, 5 * tile, None, 10**6):
@@ -361,15 +361,15 @@ def test_kept_logits_are_whole_tiles_within_their_bytes(monkeypatch: pytest.Monk
     case, products = Case(9, 50, torch.float32), []
     mm = torch.mm
     monkeypatch.setattr(torch, "mm", lambda *args, **out: products.append(1) or mm(*args, **out))
-    cut = logit_statistics.Cut.of(case.hidden, 50, 1)
-    sizes = [4 * cut.entries(rows) for _ in range(4) for rows in (4, 4, 1)]
+    cut = logit_statistics.Cut.of(case.hidden, 9, 50, 1)
+    sizes = [4 * cut.entries(3)] * 9
     for number, end in enumerate(torch.tensor([0, *sizes]).cumsum(0).tolist()):
         for keep in (end, end + 4):
             assert 4 * cut.kept(9, 50, keep // 4) == end
             total = token_logprobs(*case.inputs, keep_logits=keep).sum()
             products.clear()
             torch.autograd.grad(total, case.leaves[:2])
-            assert len(products) == 12 - number
+            assert len(products) == 9 - number
 
 
 def test_kept_logits_go_past_hooks_and_end_with_the_first_backward_pass() -> None:
@@ -526,7 +526,7 @@ def test_repeats_have_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) 
 def test_the_ops_keep_the_contract_of_torch(
     options: str, whole: bool, keep: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logit_statistics, "MOST_COLUMNS", {"cpu": 21})
+    monkeypatch.setattr(logit_statistics, "TILE_BYTES", {"cpu": 3 * 21 * 8})
     case = Case(3, 42)  # 3 x 21 logits and an entry for pairs: kept tiles have no gaps
     temperature, bias, softcap = (None, None, 0.0)
     if options == "all":

@@ -6,14 +6,19 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from trajpack.packing.batch.breaks import Decode, PrefixBreak, prefix_breaks
+from trajpack.packing.batch.breaks import Decode, prefix_breaks
 from trajpack.packing.batch.columns import mapped, turn_ends, with_field
 from trajpack.packing.batch.description import trained_in_words
 from trajpack.packing.batch.tables import PackTables
+from trajpack.packing.credit.loss_weights import (
+    importance_weights,
+    loss_denominator,
+    loss_weights,
+)
 from trajpack.packing.layout import Layout
 from trajpack.packing.micro_batches.alignment import Alignment
 from trajpack.packing.micro_batches.cutting import (
@@ -36,8 +41,6 @@ from trajpack.packing.token_fields import TokenField
 from trajpack.packing.types import Trajectory
 
 if TYPE_CHECKING:
-    from trajpack.kernels.corrections.importance_weights import Correction
-    from trajpack.kernels.corrections.loss_weights import Aggregation
     from trajpack.kernels.dispatch import Impl
     from trajpack.kernels.rearrange.select_tokens import Number
     from trajpack.packing.batch.show import Order
@@ -46,8 +49,6 @@ if TYPE_CHECKING:
     from trajpack.packing.micro_batches.micro_batch import MicroBatch
     from trajpack.packing.plan.plan import Plan
 
-SequenceOf: TypeAlias = Literal["trajectory", "turn", "row"]
-"""Unit of a sequence mean, see `PackedBatch.loss_weights`."""
 UNALIGNED = Alignment()
 
 
@@ -163,6 +164,12 @@ class PackedBatch:
     drop = drop
     logprobs = logprobs
     with_loss_mask = with_loss_mask
+    loss_weights = loss_weights
+    loss_denominator = loss_denominator
+    importance_weights = importance_weights
+    turn_ends = turn_ends
+    with_field = with_field
+    prefix_breaks = prefix_breaks
 
     @property
     def generated(self) -> Generated:
@@ -402,116 +409,6 @@ class PackedBatch:
 
         return spread_over_tokens(self, x, of)
 
-    def loss_weights(
-        self,
-        aggregation: Aggregation,
-        *,
-        per: SequenceOf = "trajectory",
-        denominator: float | torch.Tensor | None = None,
-        truncated: Literal["keep", "mask"] = "keep",
-        impl: Impl = "auto",
-    ) -> torch.Tensor:
-        """Return weights with which a plain sum over tokens is the aggregated loss.
-
-        A prompt is a group. ``per`` defines a sequence: with ``"trajectory"`` and ``"turn"`` the
-        weight of a token is the same in every layout, bit for bit.
-
-        Args:
-            aggregation: ``"token_mean"``, ``"sequence_mean_token_mean"``,
-                ``"sequence_mean_token_sum"``, ``"prompt_mean"`` or ``"constant"``.
-            per: Unit of a sequence mean: a ``"trajectory"``, a ``"turn"``, or a ``"row"``, which is
-                a sequence of this batch (a turn in layout ``"turns"``, a chain in ``"merged"``).
-                TRL, verl and SkyRL count rows; TRL and SkyRL also count rows without a generated
-                token: ``denominator=len(batch)``.
-            denominator: Replaces the number of tokens, sequences or groups. For a batch that is
-                spread over ranks: the sum of their `loss_denominator`. ``"constant"`` needs it.
-            truncated: ``"mask"`` gives weight 0 to trajectories that were cut off, and does not
-                count them.
-            impl: See `trajpack.kernels`.
-
-        Returns:
-            float32 ``[tokens]``, 0 where not trained. Use `with_loss_mask` to drop tokens: of a
-            packed batch a `loss_mask` that was written to through NumPy or ``.data`` is not read.
-
-        Raises:
-            ValueError: If ``per`` is unknown, or the aggregation has no sequence mean; see also
-                `trajpack.kernels.loss_weights`.
-
-        Reference:
-            `trajpack.kernels.loss_weights`.
-
-        Example:
-            >>> import trajpack
-            >>> turn = trajpack.Turn([1], [2, 3], [-1.0, -1.0])
-            >>> batch = trajpack.pack([trajpack.Trajectory("a", [turn])])
-            >>> batch.loss_weights("token_mean")
-            tensor([0.0000, 0.5000, 0.5000])
-        """
-        from trajpack.packing.credit.loss_weights import loss_weights
-
-        return loss_weights(self, aggregation, per, truncated, denominator=denominator, impl=impl)
-
-    def loss_denominator(
-        self,
-        aggregation: Aggregation,
-        *,
-        per: SequenceOf = "trajectory",
-        truncated: Literal["keep", "mask"] = "keep",
-    ) -> torch.Tensor:
-        """Return this batch's share of the denominator of `loss_weights`.
-
-        Args:
-            aggregation: As in `loss_weights`, except ``"constant"``.
-            per: As in `loss_weights`.
-            truncated: As in `loss_weights`.
-
-        Returns:
-            0-d int64 tensor: number of tokens, or of sequences or groups with tokens. The sum over
-            ranks is the ``denominator`` of each rank.
-
-        Raises:
-            ValueError: As `loss_weights`.
-
-        Reference:
-            `trajpack.kernels.loss_weights`.
-        """
-        from trajpack.packing.credit.loss_weights import loss_denominator
-
-        return loss_denominator(self, aggregation, per, truncated)
-
-    def importance_weights(
-        self,
-        logprobs: torch.Tensor,
-        correction: Correction,
-        *,
-        per: Literal["trajectory", "turn"] = "trajectory",
-        metrics: bool = True,
-        impl: Impl = "auto",
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return importance weights of the policy of ``logprobs`` over the sampling policy.
-
-        Args:
-            logprobs: float32 ``[tokens]`` of the trained policy before its update.
-            correction: Rule for the ratios to `rollout_logprobs`, such as ``Correction.tis(2.0)``.
-            per: Segments of ``correction``, if it has any.
-            metrics: Whether to measure; without it they are ``[0]``.
-            impl: See `trajpack.kernels`.
-
-        Returns:
-            Weights, float32 ``[tokens]``, 0 where not generated and the same in every layout; and
-            metrics, float64 ``[12]``, named by ``IMPORTANCE_METRICS`` in the module
-            ``trajpack.kernels.corrections.importance_weights``.
-
-        Raises:
-            ValueError: If ``per`` is unknown, or see `trajpack.kernels.importance_weights`.
-
-        Reference:
-            `trajpack.kernels.importance_weights`.
-        """
-        from trajpack.packing.credit.loss_weights import importance_weights
-
-        return importance_weights(self, logprobs, correction, per=per, metrics=metrics, impl=impl)
-
     @property
     def value_counts(self) -> dict[str, tuple[int, int]]:
         """Values of each ragged field, and generated tokens without any."""
@@ -636,20 +533,6 @@ class PackedBatch:
         placed = place_plan(self.host_lengths, plan, alignment)
         return merged(self.host_lengths, placed, outputs, self.device, fill=fill, impl=impl)
 
-    def turn_ends(self) -> list[list[int]]:
-        """Return the ends of the turns in each sequence, in tokens from the sequence's start.
-
-        A plan can truncate sequences there: ``plan_micro_batches(batch.seqlens, capacity,
-        oversized="truncate_at_turn", turn_ends=batch.turn_ends())``.
-
-        Example:
-            >>> import trajpack
-            >>> turns = [trajpack.Turn([1], [2], [-0.5]), trajpack.Turn([1, 2, 3], [4], [-0.5])]
-            >>> trajpack.pack([trajpack.Trajectory("a", turns)]).turn_ends()
-            [[2, 4]]
-        """
-        return turn_ends(self)
-
     def show(
         self,
         sequences: int = 2,
@@ -680,47 +563,6 @@ class PackedBatch:
 
         chosen: dict[str, Any] = {"name": name, "group": group, "order": order}
         show(self, sequences, "PackedBatch", decode=decode, full=full, **chosen)
-
-    def prefix_breaks(self) -> tuple[PrefixBreak, ...]:
-        """Return the turns whose prompts do not begin with an earlier turn, and where and why.
-
-        Example:
-            >>> import trajpack
-            >>> turns = [
-            ...     trajpack.Turn([1, 2], [8, 3, 4], [-0.5] * 3),
-            ...     trajpack.Turn([1, 2, 3, 4, 5], [6], [-0.5]),
-            ... ]
-            >>> trajpack.pack([trajpack.Trajectory("a", turns)]).prefix_breaks()
-            (PrefixBreak(trajectory=0, turn=1, history=0, position=2, expected=8, came=3, \
-reason='stripped', removed=1, added=0),)
-        """
-        return tuple(prefix_breaks(self))
-
-    def with_field(self, field: TokenField, rows: torch.Tensor) -> PackedBatch:
-        """Return the batch with an extra field that was computed after packing.
-
-        For instance log-probabilities of a teacher. `trajpack.save` and `unpack` include the field.
-        The new batch shares all other tensors.
-
-        Args:
-            field: Declaration with a new name.
-            rows: ``[tokens, *field.shape]`` of ``field.dtype``, on the batch's device. If
-                ``field.generated_only``, tokens that were not generated get ``field.fill``.
-
-        Raises:
-            TypeError: If ``field`` is no `TokenField`, or ``rows`` no tensor or of another dtype.
-            ValueError: If the batch has a field of that name, the shape or the device differs,
-                ``rows`` is sparse or its memory was freed, or the field is ragged.
-
-        Example:
-            >>> from trajpack import TokenField, Trajectory, Turn, pack
-            >>> batch = pack([Trajectory("a", [Turn([1, 2], [3], [-0.5])])])
-            >>> teacher = TokenField("teacher_logprobs", torch.float32)
-            >>> batch = batch.with_field(teacher, torch.tensor([-1.0, -2.0, -3.0]))
-            >>> batch.fields["teacher_logprobs"]
-            tensor([ 0.,  0., -3.])
-        """
-        return with_field(self, field, rows)
 
     def _values(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -66,8 +66,23 @@ class PrefixBreak(NamedTuple):
     added: int | None
 
 
-def prefix_breaks(batch: PackedBatch) -> Iterator[PrefixBreak]:
-    """Yield what `PackedBatch.prefix_breaks` returns."""
+def prefix_breaks(batch: PackedBatch) -> tuple[PrefixBreak, ...]:
+    """Return the turns whose prompts do not begin with an earlier turn, and where and why.
+
+    Example:
+        >>> import trajpack
+        >>> turns = [
+        ...     trajpack.Turn([1, 2], [8, 3, 4], [-0.5] * 3),
+        ...     trajpack.Turn([1, 2, 3, 4, 5], [6], [-0.5]),
+        ... ]
+        >>> trajpack.pack([trajpack.Trajectory("a", turns)]).prefix_breaks()
+        (PrefixBreak(trajectory=0, turn=1, history=0, position=2, expected=8, came=3, \
+reason='stripped', removed=1, added=0),)
+    """
+    return tuple(_breaks(batch))
+
+
+def _breaks(batch: PackedBatch) -> Iterator[PrefixBreak]:
     ids, starts = batch.input_ids.cpu().numpy(), batch.host_lengths.starts
     compared = [batch.fields[one.name] for one in batch.token_fields if not one.generated_only]
     columns = [ids, *map(_bits, compared)]

@@ -35,7 +35,30 @@ def mapped(batch: PackedBatch, change: Callable[[torch.Tensor], torch.Tensor]) -
 
 
 def with_field(batch: PackedBatch, field: TokenField, rows: torch.Tensor) -> PackedBatch:
-    """Implement `PackedBatch.with_field`."""
+    """Return the batch with an extra field that was computed after packing.
+
+    For instance log-probabilities of a teacher. `trajpack.save` and `unpack` include the field.
+    The new batch shares all other tensors.
+
+    Args:
+        batch: Batch that gets the field.
+        field: Declaration with a new name.
+        rows: ``[tokens, *field.shape]`` of ``field.dtype``, on the batch's device. If
+            ``field.generated_only``, tokens that were not generated get ``field.fill``.
+
+    Raises:
+        TypeError: If ``field`` is no `TokenField`, or ``rows`` no tensor or of another dtype.
+        ValueError: If the batch has a field of that name, the shape or the device differs,
+            ``rows`` is sparse or its memory was freed, or the field is ragged.
+
+    Example:
+        >>> from trajpack import TokenField, Trajectory, Turn, pack
+        >>> batch = pack([Trajectory("a", [Turn([1, 2], [3], [-0.5])])])
+        >>> teacher = TokenField("teacher_logprobs", torch.float32)
+        >>> batch = batch.with_field(teacher, torch.tensor([-1.0, -2.0, -3.0]))
+        >>> batch.fields["teacher_logprobs"]
+        tensor([ 0.,  0., -3.])
+    """
     declared = check_fields([*batch.token_fields, field])
     if field.ragged:
         raise ValueError(f"field {field.name!r}: a ragged field must be packed")
@@ -65,7 +88,17 @@ def with_field(batch: PackedBatch, field: TokenField, rows: torch.Tensor) -> Pac
 
 
 def turn_ends(batch: PackedBatch) -> list[list[int]]:
-    """Implement `PackedBatch.turn_ends`."""
+    """Return the ends of the turns in each sequence, in tokens from the sequence's start.
+
+    A plan can truncate sequences there: ``plan_micro_batches(batch.seqlens, capacity,
+    oversized="truncate_at_turn", turn_ends=batch.turn_ends())``.
+
+    Example:
+        >>> import trajpack
+        >>> turns = [trajpack.Turn([1], [2], [-0.5]), trajpack.Turn([1, 2, 3], [4], [-0.5])]
+        >>> trajpack.pack([trajpack.Trajectory("a", turns)]).turn_ends()
+        [[2, 4]]
+    """
     sequence = batch.turn_sequence.cpu().numpy()
     ends = batch.turn_spans[:, 1].cpu().numpy() - batch.host_lengths.starts[sequence]
     order = np.lexsort((ends, sequence))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import torch
 
@@ -26,20 +26,56 @@ from trajpack.kernels.validation import check_choice
 if TYPE_CHECKING:
     from trajpack.packing.credit.advantages import Batch
 
-SEQUENCES = ("trajectory", "turn", "row")
-"""Units of a sequence mean, see `PackedBatch.loss_weights`."""
+SequenceOf: TypeAlias = Literal["trajectory", "turn", "row"]
+"""Unit of a sequence mean, see `PackedBatch.loss_weights`."""
 
 
 def loss_weights(
     batch: Batch,
     aggregation: Aggregation,
-    per: str,
-    truncated: str,
     *,
-    denominator: float | torch.Tensor | None,
-    impl: Impl,
+    per: SequenceOf = "trajectory",
+    denominator: float | torch.Tensor | None = None,
+    truncated: Literal["keep", "mask"] = "keep",
+    impl: Impl = "auto",
 ) -> torch.Tensor:
-    """Implement `PackedBatch.loss_weights`."""
+    """Return weights with which a plain sum over tokens is the aggregated loss.
+
+    A prompt is a group. ``per`` defines a sequence: with ``"trajectory"`` and ``"turn"`` the
+    weight of a token is the same in every layout, bit for bit.
+
+    Args:
+        batch: Batch whose tokens are weighed.
+        aggregation: ``"token_mean"``, ``"sequence_mean_token_mean"``,
+            ``"sequence_mean_token_sum"``, ``"prompt_mean"`` or ``"constant"``.
+        per: Unit of a sequence mean: a ``"trajectory"``, a ``"turn"``, or a ``"row"``, which is
+            a sequence of this batch (a turn in layout ``"turns"``, a chain in ``"merged"``).
+            TRL, verl and SkyRL count rows; TRL and SkyRL also count rows without a generated
+            token: ``denominator=len(batch)``.
+        denominator: Replaces the number of tokens, sequences or groups. For a batch that is
+            spread over ranks: the sum of their `loss_denominator`. ``"constant"`` needs it.
+        truncated: ``"mask"`` gives weight 0 to trajectories that were cut off, and does not
+            count them.
+        impl: See `trajpack.kernels`.
+
+    Returns:
+        float32 ``[tokens]``, 0 where not trained. Use `with_loss_mask` to drop tokens: of a
+        packed batch a `loss_mask` that was written to through NumPy or ``.data`` is not read.
+
+    Raises:
+        ValueError: If ``per`` is unknown, or the aggregation has no sequence mean; see also
+            `trajpack.kernels.loss_weights`.
+
+    Reference:
+        `trajpack.kernels.loss_weights`.
+
+    Example:
+        >>> import trajpack
+        >>> turn = trajpack.Turn([1], [2, 3], [-1.0, -1.0])
+        >>> batch = trajpack.pack([trajpack.Trajectory("a", [turn])])
+        >>> batch.loss_weights("token_mean")
+        tensor([0.0000, 0.5000, 0.5000])
+    """
     counts, places = _units(batch, aggregation, per, truncated)
     check_denominator(aggregation, denominator, batch.device)
     is_whole = batch.tables.is_whole(batch.loss_mask)
@@ -54,9 +90,30 @@ def loss_weights(
 
 
 def loss_denominator(
-    batch: Batch, aggregation: Aggregation, per: str, truncated: str
+    batch: Batch,
+    aggregation: Aggregation,
+    *,
+    per: SequenceOf = "trajectory",
+    truncated: Literal["keep", "mask"] = "keep",
 ) -> torch.Tensor:
-    """Implement `PackedBatch.loss_denominator`."""
+    """Return this batch's share of the denominator of `loss_weights`.
+
+    Args:
+        batch: Batch whose tokens are weighed.
+        aggregation: As in `loss_weights`, except ``"constant"``.
+        per: As in `loss_weights`.
+        truncated: As in `loss_weights`.
+
+    Returns:
+        0-d int64 tensor: number of tokens, or of sequences or groups with tokens. The sum over
+        ranks is the ``denominator`` of each rank.
+
+    Raises:
+        ValueError: As `loss_weights`.
+
+    Reference:
+        `trajpack.kernels.loss_weights`.
+    """
     counts, places = _units(batch, aggregation, per, truncated)
     if aggregation == "constant":
         raise ValueError(
@@ -70,12 +127,32 @@ def importance_weights(
     logprobs: torch.Tensor,
     correction: Correction,
     *,
-    per: Literal["trajectory", "turn"],
-    metrics: bool,
-    impl: Impl,
+    per: Literal["trajectory", "turn"] = "trajectory",
+    metrics: bool = True,
+    impl: Impl = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Implement `PackedBatch.importance_weights`."""
-    check_choice("importance_weights", "per", per, SEQUENCES[:2])
+    """Return importance weights of the policy of ``logprobs`` over the sampling policy.
+
+    Args:
+        batch: Batch whose tokens are weighed.
+        logprobs: float32 ``[tokens]`` of the trained policy before its update.
+        correction: Rule for the ratios to `rollout_logprobs`, such as ``Correction.tis(2.0)``.
+        per: Segments of ``correction``, if it has any.
+        metrics: Whether to measure; without it they are ``[0]``.
+        impl: See `trajpack.kernels`.
+
+    Returns:
+        Weights, float32 ``[tokens]``, 0 where not generated and the same in every layout; and
+        metrics, float64 ``[12]``, named by ``IMPORTANCE_METRICS`` in the module
+        ``trajpack.kernels.corrections.importance_weights``.
+
+    Raises:
+        ValueError: If ``per`` is unknown, or see `trajpack.kernels.importance_weights`.
+
+    Reference:
+        `trajpack.kernels.importance_weights`.
+    """
+    check_choice("importance_weights", "per", per, ("trajectory", "turn"))
     owners, num_slots = None, batch.num_turns
     if per == "trajectory":
         owners, num_slots = batch.tables.group_order.owners, batch.cu_turns.shape[0] - 1
@@ -92,7 +169,7 @@ def _units(
 ) -> tuple[torch.Tensor, Places | None]:
     """Return what counts tokens, and their slots; see `shares_of`."""
     check_choice("loss_weights", "aggregation", aggregation, AGGREGATIONS)
-    check_choice("loss_weights", "per", per, SEQUENCES)
+    check_choice("loss_weights", "per", per, get_args(SequenceOf))
     check_choice("loss_weights", "truncated", truncated, ("keep", "mask"))
     if per != "trajectory" and not aggregation.startswith("sequence_mean"):
         raise ValueError(f"loss_weights: aggregation={aggregation!r} takes no per={per!r}")

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from trajpack.kernels.scan.observations import PASSING
-from trajpack.packing.batch.batch import UNALIGNED, PackedBatch, SequenceOf
+from trajpack.packing.batch.batch import UNALIGNED, PackedBatch
 from trajpack.packing.batch.breaks import PrefixBreak
 from trajpack.packing.batch.description import trained_in_words
 from trajpack.packing.batch.unpack import trajectories_of
@@ -21,6 +21,7 @@ from trajpack.packing.buffer.buffer import pack
 from trajpack.packing.conversion import sent
 from trajpack.packing.credit.advantages import Inputs, Own, with_advantages
 from trajpack.packing.credit.loss_weights import (
+    SequenceOf,
     importance_weights,
     loss_denominator,
     loss_weights,
@@ -163,7 +164,12 @@ class TreeBatch(TreeNodes):
         weights, float32 ``[entries]``, are the bits of layout ``"merged"``.
         """
         weights = loss_weights(
-            self.entries, aggregation, per, truncated, denominator=denominator, impl=impl
+            self.entries,
+            aggregation,
+            per=per,
+            truncated=truncated,
+            denominator=denominator,
+            impl=impl,
         )
         return weights if self.share == "once" else weights * self.entry_weights
 
@@ -175,7 +181,7 @@ class TreeBatch(TreeNodes):
         truncated: Literal["keep", "mask"] = "keep",
     ) -> torch.Tensor:
         """Return this batch's share of the denominator, as `PackedBatch.loss_denominator`."""
-        return loss_denominator(self.entries, aggregation, per, truncated)
+        return loss_denominator(self.entries, aggregation, per=per, truncated=truncated)
 
     def importance_weights(
         self,

@@ -153,57 +153,38 @@ def place_plan(lengths: Lengths, plan: Plan, alignment: Alignment) -> list[Padde
     return placed
 
 
-class TokenSelection:
-    """All tensors over the tokens of a batch, the caller's included, to select micro-batches from.
+def cut(
+    batch: PackedBatch,
+    placed: Sequence[PaddedMicroBatch],
+    alignment: Alignment,
+    tensors: Mapping[str, torch.Tensor] | None,
+    impl: Impl,
+) -> Iterator[MicroBatch]:
+    """Check everything, send the tables, and return an iterator that makes the micro-batches.
 
     Raises:
         TypeError: If one of ``tensors`` is no tensor.
-        ValueError: If one has the wrong shape or device, or a name that is taken.
+        ValueError: If one has the wrong shape or device, or a name that is taken; if a micro-batch
+            has too many generated tokens.
     """
+    named = {name: getattr(batch, name) for name in OWN} | dict(batch.fields)
+    if batch.advantages is not None:
+        named["advantages"] = batch.advantages
+    taken = {field.name for field in fields(MicroBatch)} | set(batch.fields)
+    named |= checked_tensors(tensors, taken, num_tokens=batch.num_tokens, device=batch.device)
+    fills = {**FILLS, "input_ids": alignment.token_id}
+    fills |= {field.name: field.fill for field in batch.token_fields}
+    sources = TokenSources([*named.values()], [fills.get(name, 0) for name in named])
+    counts = _num_generated(batch.tables.generated_lens, placed, alignment.max_generated)
+    tables = send_tables([_table(batch, one, alignment) for one in placed], batch.device)
+    value_lens = batch.tables.value_lens if batch.ragged_values else {}
 
-    def __init__(
-        self,
-        batch: PackedBatch,
-        alignment: Alignment,
-        tensors: Mapping[str, torch.Tensor] | None,
-    ) -> None:
-        self._batch, self._alignment = batch, alignment
-        self._names, self._sources = _sources(batch, tensors, alignment)
-        self._value_lens = batch.tables.value_lens if batch.ragged_values else {}
-
-    def tables(self, placed: Iterable[PaddedMicroBatch]) -> list[SegmentTable]:
-        """Return the table of each micro-batch."""
-        starts, min_columns = self._batch.host_lengths.starts, self._alignment.num_boundaries or 0
-        return [
-            SegmentTable(
-                np.cumsum(one.placement.padded_seqlens),
-                starts[one.sequences],
-                one.kept,
-                np.cumsum(one.placement.seqlens),
-                min_columns,
-            )
-            for one in placed
-        ]
-
-    def num_generated(self, one: PaddedMicroBatch) -> int:
-        """Return the generated tokens of a micro-batch, or as many as all have room for."""
-        lengths, most = self._batch.tables.generated_lens, self._alignment.max_generated
-        count = sum(lengths[index] for index in one.sequences)
-        if most is not None and count > most:
-            raise ValueError(
-                f"a micro-batch must have at most max_generated={most} generated tokens, "
-                f"got {count}"
-            )
-        return count if most is None else most
-
-    def select(self, one: PaddedMicroBatch, table: torch.Tensor, impl: Impl) -> MicroBatch:
-        """Return a micro-batch by its table on the device."""
-        alignment = self._alignment
+    def select(one: PaddedMicroBatch, table: torch.Tensor, num_generated: int) -> MicroBatch:
         lengths, padded, num_tokens = one.placement
-        rows, position_ids, sequence_ids = self._sources.select(
+        rows, position_ids, sequence_ids = sources.select(
             table, num_tokens, alignment.positions, impl
         )
-        selected = dict(zip(self._names, rows, strict=True))
+        selected = dict(zip(named, rows, strict=True))
         seqlens, padded_seqlens = tuple(lengths.tolist()), tuple(padded.tolist())
         num_boundaries = alignment.num_boundaries or len(padded_seqlens) + 1
         cu_padded = table[Segment.START, :num_boundaries]
@@ -222,47 +203,35 @@ class TokenSelection:
             sequences=tuple(one.sequences.tolist()),
             num_kept=tuple(one.kept.tolist()),
             max_seqlen=max(padded_seqlens, default=0) if fixed is None else fixed,
-            num_generated=self.num_generated(one),
-            ragged_values=self._batch.ragged_values,
-            value_counts=summed(
-                {name: lengths[one.sequences] for name, lengths in self._value_lens.items()}
-            ),
+            num_generated=num_generated,
+            ragged_values=batch.ragged_values,
+            value_counts=summed({name: lens[one.sequences] for name, lens in value_lens.items()}),
         )
 
-
-def cut(
-    batch: PackedBatch,
-    placed: Sequence[PaddedMicroBatch],
-    alignment: Alignment,
-    tensors: Mapping[str, torch.Tensor] | None,
-    impl: Impl,
-) -> Iterator[MicroBatch]:
-    """Check everything, send the tables, and return an iterator that makes the micro-batches.
-
-    Raises:
-        TypeError: As `TokenSelection`.
-        ValueError: As `TokenSelection`.
-    """
-    selection = TokenSelection(batch, alignment, tensors)
-    if alignment.max_generated is not None:
-        for one in placed:
-            selection.num_generated(one)
-    tables = send_tables(selection.tables(placed), batch.device)
-    return (selection.select(*one, impl) for one in zip(placed, tables, strict=True))
+    return map(select, placed, tables, counts)
 
 
-def _sources(
-    batch: PackedBatch, tensors: Mapping[str, torch.Tensor] | None, alignment: Alignment
-) -> tuple[list[str], TokenSources]:
-    """Return the names and values of all tensors over tokens, the caller's included."""
-    named = {name: getattr(batch, name) for name in OWN} | dict(batch.fields)
-    if batch.advantages is not None:
-        named["advantages"] = batch.advantages
-    taken = {field.name for field in fields(MicroBatch)} | set(batch.fields)
-    named |= checked_tensors(tensors, taken, num_tokens=batch.num_tokens, device=batch.device)
-    fills = {**FILLS, "input_ids": alignment.token_id}
-    fills |= {field.name: field.fill for field in batch.token_fields}
-    return list(named), TokenSources(list(named.values()), [fills.get(name, 0) for name in named])
+def _num_generated(
+    lengths: Sequence[int], placed: Sequence[PaddedMicroBatch], most: int | None
+) -> list[int]:
+    """Return the generated tokens of each micro-batch, or as many as all have room for."""
+    counts = [sum(lengths[index] for index in one.sequences) for one in placed]
+    if most is None:
+        return counts
+    if max(counts, default=0) > most:
+        raise ValueError(
+            f"a micro-batch must have at most max_generated={most} generated tokens, got "
+            f"{max(counts)}"
+        )
+    return [most] * len(counts)
+
+
+def _table(batch: PackedBatch, one: PaddedMicroBatch, alignment: Alignment) -> SegmentTable:
+    ends, true_ends = (
+        np.cumsum(lengths) for lengths in (one.placement.padded_seqlens, one.placement.seqlens)
+    )
+    starts = batch.host_lengths.starts[one.sequences]
+    return SegmentTable(ends, starts, one.kept, true_ends, alignment.num_boundaries or 0)
 
 
 def checked_tensors(
@@ -272,11 +241,7 @@ def checked_tensors(
     num_tokens: int,
     device: torch.device,
 ) -> Mapping[str, torch.Tensor]:
-    """Return a caller's tensors over the tokens of a batch.
-
-    Raises:
-        TypeError, ValueError: As `TokenSelection`.
-    """
+    """Return a caller's tensors over the tokens of a batch; the errors are those of `cut`."""
     for name, tensor in (tensors or {}).items():
         check_given(name, tensor, taken, num_tokens=num_tokens, device=device)
         if tensor.dtype.itemsize > MAX_ITEMSIZE or 0 in tensor.shape[1:]:

@@ -100,7 +100,7 @@ def logprobs(  # noqa: D417, PLR0913 - a method of batches, as trajpack.kernels.
             generated[sets] if isinstance(sets, str) else sets for sets in (tokens, support)
         )
         results = token_logprobs(
-            hidden, weight, rows, targets if tokens is None else others,
+            hidden, weight, rows, targets if others is None else others,
             bias=bias, temperature=temperature, softcap=softcap, entropy=entropy,
             support=allowed, every_row_supported=every, group=group,
             keep_logits=keep_logits, impl=impl,

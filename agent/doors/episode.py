@@ -11,7 +11,7 @@ from trajpack.agent.engines.function_engine import Completion, FunctionEngine
 from trajpack.agent.protocols import GenerationOutput, Prompt
 from trajpack.agent.runner.runner import RolloutRunner
 from trajpack.packing.buffer.buffer import pack
-from trajpack.packing.rows.packed import pieces_of
+from trajpack.packing.rows.layout import pieces_of
 from trajpack.packing.types import Trajectory
 
 

@@ -16,7 +16,7 @@ from trajpack.agent.doors.episode import (
 from trajpack.agent.protocols import GenerationOutput, Prompt
 from trajpack.packing.adapters.skyrl import TrajectoryID, to_generator_output
 from trajpack.packing.buffer.buffer import pack
-from trajpack.packing.rows.rows import row_trajectories
+from trajpack.packing.rows.layout import row_trajectories
 
 
 class AgentGenerator:

@@ -2,6 +2,7 @@
 
 Docstrings of the functions do not repeat these rules of all formats:
 
+- Keys, dtypes and shapes are tables of ``docs/formats/``, a page for each module.
 - ``B`` rows are the sequences of the batch, in either layout. The prompt of a row is everything
   before its first generated token, the response is the rest, observations included. ``*`` is the
   shape of an extra field. Tensors stay on the batch's device, lists are on the host.

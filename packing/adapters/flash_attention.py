@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from trajpack.packing.rows.packed import Packed, places_of
+from trajpack.packing.rows import layout
 
 
-def to_varlen(batch: Packed) -> dict[str, Any]:
+def to_varlen(batch: layout.Packed) -> dict[str, Any]:
     """Return keyword arguments of ``flash_attn_varlen_func`` beside query, key and value.
-
-    Keys, dtypes and shapes are those of ``docs/formats/flash_attention.md``.
 
     Query, key and value are ``[tokens, heads, head size]``, of the batch's tokens in their order.
     Padding behind a sequence belongs to it: causal attention keeps it from the tokens before.
@@ -21,7 +19,7 @@ def to_varlen(batch: Packed) -> dict[str, Any]:
         >>> to_varlen(batch)["cu_seqlens_q"], to_varlen(batch)["max_seqlen_q"]
         (tensor([0, 3, 6], dtype=torch.int32), 3)
     """
-    places, longest = places_of(batch), batch.max_seqlen
+    places, longest = layout.memory_of(batch).places, batch.max_seqlen
     return {
         "cu_seqlens_q": places,
         "cu_seqlens_k": places,

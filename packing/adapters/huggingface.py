@@ -9,7 +9,7 @@ import torch
 from trajpack.packing.adapters.huggingface_head import LMHead
 from trajpack.packing.isolation.isolation import check_isolation
 from trajpack.packing.isolation.trees import check_tree_attention
-from trajpack.packing.rows.packed import Packed, holds_token
+from trajpack.packing.rows import layout
 from trajpack.packing.tree_attention.huggingface import register_tree_attention
 
 __all__ = [
@@ -25,7 +25,7 @@ IGNORED = -100
 
 
 def to_padding_free(
-    batch: Packed,
+    batch: layout.Packed,
     *,
     labels: Literal["generated", "all"] = "generated",
     separator_id: int = IGNORED,
@@ -35,8 +35,6 @@ def to_padding_free(
     position_ids_start: int = 0,
 ) -> dict[str, Any]:
     """Return the result of transformers' ``DataCollatorWithFlattening``, with its options.
-
-    Keys, dtypes and shapes are those of ``docs/formats/huggingface.md``.
 
     Labels are at the token itself: the model shifts them. They are at generated tokens, or at
     ``"all"``, never at padding. Call the model with ``use_cache=False``: with a cache, or with an
@@ -55,7 +53,7 @@ def to_padding_free(
     """
     if labels not in ("generated", "all"):
         raise ValueError(f"to_padding_free: labels must be 'generated' or 'all', got {labels!r}")
-    holds = holds_token(batch)
+    holds = layout.holds_token(batch)
     labelled = torch.where(
         batch.loss_mask if labels == "generated" else holds, batch.input_ids, IGNORED
     )

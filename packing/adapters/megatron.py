@@ -6,15 +6,13 @@ import dataclasses
 from typing import Any, Literal
 
 from trajpack.packing.optional import require
-from trajpack.packing.rows.packed import Packed, places_of
+from trajpack.packing.rows import layout
 
 Lengths = Literal["both", "padded"]
 
 
-def packed_seq_params_kwargs(batch: Packed, *, lengths: Lengths = "both") -> dict[str, Any]:
+def packed_seq_params_kwargs(batch: layout.Packed, *, lengths: Lengths = "both") -> dict[str, Any]:
     """Return the fields of a ``PackedSeqParams`` by their names in Megatron-Core.
-
-    Keys, dtypes and shapes are those of ``docs/formats/megatron.md``.
 
     `to_packed_seq_params` omits what an older version of the class lacks. Fields about the ranks,
     ``cp_group`` and ``local_cp_size``, are for the caller. Sequences of a micro-batch must be
@@ -33,7 +31,7 @@ def packed_seq_params_kwargs(batch: Packed, *, lengths: Lengths = "both") -> dic
         raise ValueError(
             f"packed_seq_params_kwargs: lengths must be 'both' or 'padded', got {lengths!r}"
         )
-    places = places_of(batch)
+    places = layout.memory_of(batch).places
     sums = batch.cu_seqlens if lengths == "both" else places
     return {
         "qkv_format": "thd",
@@ -49,7 +47,7 @@ def packed_seq_params_kwargs(batch: Packed, *, lengths: Lengths = "both") -> dic
     }
 
 
-def to_packed_seq_params(batch: Packed, *, lengths: Lengths = "both") -> Any:
+def to_packed_seq_params(batch: layout.Packed, *, lengths: Lengths = "both") -> Any:
     """Return the ``PackedSeqParams`` of the installed Megatron-Core for the batch's tokens.
 
     The model takes it with ``input_ids[None]``, ``position_ids[None]`` and no attention mask. Has

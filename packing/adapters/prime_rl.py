@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.conversion import host_array
-from trajpack.packing.ragged import part
-from trajpack.packing.rows import reading
-from trajpack.packing.rows.masked_tokens import joined_trajectory
-from trajpack.packing.rows.packed import (
-    Packed,
-    advantages_of,
-    check_not_ragged,
-    check_sequences,
-    check_whole,
-    holds_token,
-    lengths_in_memory,
-    num_kept_of,
-    pieces_of,
-    places_of,
-)
-from trajpack.packing.rows.sampling_mask import (
-    ids_and_counts,
-    mask_of_counts,
-    mask_rows,
-    masks_of,
-)
+from trajpack.packing.ragged import Ragged, part
+from trajpack.packing.rows import layout, reading
 from trajpack.packing.types import Trajectory
 
 STREAMS = ("ref_logprobs", "rl_weights", "ce_weights", "ref_kl_weights")
@@ -42,20 +24,20 @@ LEFT_OUT = ("mm_kwargs", "mm_refs", "trace_ids", "branch_indices")
 """Keys of a micro-batch about images and prime-rl's traces, for which a batch has no data."""
 REFUSED = ("mm_kwargs", "mm_refs", "payload")
 """Keys of a sample, mostly about images, that a trajectory cannot hold."""
-NEEDED = ("token_ids", "mask", "logprobs")
-"""Keys that every sample has."""
+COLUMNS = {"input_ids": "token_ids", "mask": "mask", "logprobs": "logprobs"}
+"""Keys that every sample has, by the argument of `turns_of`."""
+TRACED = ("routed_experts", "sampling_mask")
+"""Extra fields that a message of a trace may have."""
 
 
 def to_tensor_micro_batch(
-    batch: Packed,
+    batch: layout.Packed,
     *,
     temperature: float = 1.0,
     env_names: str | Sequence[str] = "",
     num_loras: int = 1,
 ) -> dict[str, Any]:
     """Return the entries of a ``TensorMicroBatch``, the form in which the trainer uses it.
-
-    Keys, dtypes and shapes are those of ``docs/formats/prime_rl.md``.
 
     All entries are at their own token; the trainer shifts logits. It pads with token 1; a
     micro-batch pads with the token of its `Alignment`. ``temperature`` is for prompts, and for all
@@ -67,14 +49,14 @@ def to_tensor_micro_batch(
             sampling mask has another shape.
     """
     op = "to_tensor_micro_batch"
-    check_sequences(batch)
-    check_not_ragged(op, batch, READ)
-    lengths = list(lengths_in_memory(batch)[: max(len(num_kept_of(batch)), 1)])
+    places, in_memory, kept = layout.memory_of(batch)
+    layout.check_fields(op, batch, READ)
+    lengths = list(in_memory[: max(len(kept), 1)])
     if lengths:  # all padding behind is in the last one
         lengths[-1] += batch.num_tokens - sum(lengths)
-    bounds = places_of(batch)[: len(lengths) + 1].long()
+    bounds = places[: len(lengths) + 1].long()
     bounds[len(lengths) :] = batch.num_tokens
-    starts, kept = accumulate(lengths_in_memory(batch), initial=0), num_kept_of(batch)
+    starts = accumulate(in_memory, initial=0)
     of_tokens = [""] * batch.num_tokens
     for name, start, length in zip(_env_names(op, batch, env_names), starts, kept, strict=False):
         of_tokens[start : start + length] = [name] * length
@@ -86,31 +68,26 @@ def to_tensor_micro_batch(
     return {
         "input_ids": batch.input_ids[None],
         "position_ids": batch.position_ids[None],
-        "advantages": advantages_of(op, batch)[None],
+        "advantages": layout.advantages_of(op, batch)[None],
         "inference_logprobs": batch.rollout_logprobs[None],
         "loss_mask": batch.loss_mask[None],
-        "temperatures": torch.where(holds_token(batch), temperatures, 1.0)[None],
+        "temperatures": torch.where(layout.holds_token(batch), temperatures, 1.0)[None],
         "env_names": of_tokens,
         "sequence_lengths": lengths,
         "seq_lens": bounds.diff(),
         "lora_num_tokens": lora_num_tokens,
         "routed_experts": None if experts is None else experts.int()[None],
         **dict.fromkeys(LEFT_OUT),
-        "sampling_mask": mask_rows(op, batch)[None] if has_mask else None,
+        "sampling_mask": layout.mask_rows(op, batch)[None] if has_mask else None,
         "mm_token_type_ids": _stream(batch, "mm_token_type_ids", torch.int64),
         **{name: _stream(batch, name, torch.float32) for name in STREAMS},
     }
 
 
 def to_micro_batch(
-    batch: Packed, *, temperature: float = 1.0, env_names: str | Sequence[str] = ""
+    batch: layout.Packed, *, temperature: float = 1.0, env_names: str | Sequence[str] = ""
 ) -> dict[str, Any]:
-    """Return the fields of a ``MicroBatch``, the form that is sent: lists of the tensors.
-
-    ``routed_experts`` is a dictionary of bytes, shape and the dtype's name. ``sampling_mask``, with
-    that field only, is a dictionary of bytes: ``ids`` of all tokens and their ``counts``, int32.
-    Without ``lora_num_tokens``, which the receiver counts.
-    """
+    """Return the fields of a ``MicroBatch``, the form that is sent: lists of the tensors."""
     found = to_tensor_micro_batch(batch, temperature=temperature, env_names=env_names)
     for name in ("lora_num_tokens", *LEFT_OUT):
         del found[name]
@@ -122,7 +99,7 @@ def to_micro_batch(
             found[name] = (value if name == "seq_lens" else value[0]).tolist()
     if mask is None:
         return found
-    return found | {"sampling_mask": ids_and_counts(masks_of("to_micro_batch", batch))}
+    return found | {"sampling_mask": _ids_and_counts(layout.masks_of("to_micro_batch", batch))}
 
 
 def to_training_samples(
@@ -130,14 +107,12 @@ def to_training_samples(
 ) -> list[dict[str, Any]]:
     """Return the fields of a ``TrainingSample`` for each sequence, for prime-rl's own packer.
 
-    Keys, dtypes and shapes are those of ``docs/formats/prime_rl.md``.
-
     Raises:
         TypeError, ValueError: As `to_tensor_micro_batch`, but advantages may be missing.
     """
     op = "to_training_samples"
-    check_whole(op, batch)
-    check_not_ragged(op, batch, READ)
+    layout.check_whole(op, batch)
+    layout.check_fields(op, batch, READ)
     columns = {
         "token_ids": batch.input_ids,
         "mask": batch.loss_mask,
@@ -154,12 +129,12 @@ def to_training_samples(
         dict.fromkeys(optional)
         | {"env_name": name}
         | {key: convert.get(key, torch.Tensor.tolist)(values) for key, values in of.items()}
-        for name, of in zip(names, pieces_of(batch, columns), strict=True)
+        for name, of in zip(names, layout.pieces_of(batch, columns), strict=True)
     ]
     if "sampling_mask" in batch.fields:
-        masks, bounds = masks_of(op, batch), pairwise(accumulate(batch.seqlens, initial=0))
+        masks, bounds = layout.masks_of(op, batch), pairwise(accumulate(batch.seqlens, initial=0))
         for sample, (begin, end) in zip(samples, bounds, strict=True):
-            sample["sampling_mask"] = ids_and_counts(part(masks, begin, end))
+            sample["sampling_mask"] = _ids_and_counts(part(masks, begin, end))
     return samples
 
 
@@ -182,8 +157,8 @@ def from_training_samples(
     trajectory, in their order; they must have one reward. Advantages are not read.
 
     ``fields`` may be per-token lists such as ``"temperatures"`` and ``"sampling_mask"``, which is
-    ragged, for generated tokens, and ``"routed_experts"``, for prompt and completion: declare the
-    `TokenField` with ``generated_only=False``. Streams that are not named are left out.
+    ragged, for generated tokens, and ``"routed_experts"``, for prompt and completion. Streams that
+    are not named are left out.
 
     Example:
         >>> sample = {"token_ids": [1, 2, 3], "mask": [False, True, True], "logprobs": [0, -1, -2]}
@@ -198,37 +173,117 @@ def from_training_samples(
     of_versions = reading.labels_of(
         op, "versions", [0] * count if versions is None else versions, count
     )
-    traces: dict[tuple[str, str | None], list[int]] = {}
-    for index, key in enumerate(zip(names, of_groups, strict=True)):
-        traces.setdefault(key, []).append(index)
     trajectories = []
-    for (name, group), own in traces.items():
+    for owner, own in reading.rows_by(zip(names, of_groups, strict=True)).items():
+        whose = f"trajectory {owner[0]!r}"
         reward = reading.shared_reward(
             op,
             [of_rewards[index] for index in own],
             missing_reward,
             expected="the argument rewards" if rewards is None else f"rewards[{own[-1]}]",
-            of=f"trajectory {name!r}",
+            of=whose,
         )
-        rows = [_sample(samples[index], name, fields, of_versions[index]) for index in own]
+        rows = [_sample(samples[index], whose, fields, of_versions[index]) for index in own]
         rows[-1]["reward"] = reward
-        trajectories.append(joined_trajectory(name, group, rows))
+        trajectories.append(reading.trajectory_of(*owner, rows))
     return trajectories
 
 
-def _sample(sample: Any, name: str, fields: Sequence[str], version: int) -> dict[str, Any]:
-    """Return arguments of `masked_trajectory` for a sample."""
-    whose, keys = f"trajectory {name!r}", {key: key for key in (*NEEDED, *fields, "sampling_mask")}
+def from_traces(
+    traces: Iterable[Any],
+    *,
+    groups: Sequence[str | None] | None = None,
+    fields: Sequence[str] = (),
+    missing_reward: float | None = None,
+) -> list[Trajectory]:
+    """Return the trajectories of traces of verifiers 0.4, as prime-rl makes samples of them.
+
+    A trace is a trajectory of its ``id``: each message with sampled tokens is a turn, whose prompt
+    is the path above it, so that a message of several branches is trained once. Its ``reward``
+    goes to the last turn; it is missing if none was scored. Groups are the key of the task, or
+    else its hash. A branch of a compaction that was not taken up is not trained; traces of agents
+    that are not trained, or that sampled nothing, are left out.
+
+    ``fields`` may be ``"routed_experts"`` and ``"sampling_mask"``, as in `from_training_samples`.
+    Versions are 0: traces have none. ``groups`` has one for each trace.
+    """
+    op, traces = "from_traces", list(traces)
+    reading.check_known_fields(op, fields, TRACED)
+    labels = reading.labels_of(op, "groups", groups, len(traces))
+    trajectories = []
+    for trace, label in zip(traces, labels, strict=True):
+        name, whose = str(trace.id), f"trajectory {trace.id!r}"
+        rows = _turns_of_trace(trace, whose, fields) if trace.agent.trainable else []
+        if not rows:
+            continue
+        is_scored = any(reward is not None for reward in trace.rewards.values())
+        rows[-1]["reward"] = reading.reward_or_missing(
+            op, trace.reward if is_scored else None, missing_reward, expected="rewards", of=whose
+        )
+        rows[-1]["truncated"] = trace.is_truncated
+        task = trace.task.key or trace.task.hash
+        trajectories.append(reading.trajectory_of(name, task if groups is None else label, rows))
+    return trajectories
+
+
+def _turns_of_trace(trace: Any, whose: str, fields: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the arguments of `turns_of` for each trained message, oldest first."""
+    if any(branch.multi_modal_data is not None for branch in trace.branches):
+        raise ValueError(f"{whose}: images are there, which are not carried")
+    trained = {id(node) for branch in trace.branches if branch.trainable for node in branch.nodes}
+    rows, paths = [], list[list[Any]]()
+    for node in trace.nodes:
+        before = [] if node.parent is None else paths[node.parent]
+        paths.append([*before, node])
+        if not (node.sampled and any(node.mask) and id(node) in trained):
+            continue
+        given = {field: getattr(node, field) for field in TRACED}
+        reading.check_carried(whose, given, fields=fields, keys={key: key for key in TRACED})
+        mask = np.array(node.mask, np.bool_)
+
+        def spread(values: Any, dtype: Any, mask: npt.NDArray[np.bool_] = mask) -> Any:
+            found = np.zeros(len(mask), dtype)
+            if len(values) != mask.sum():
+                raise ValueError(
+                    f"{whose}: {len(values)} values are there for {mask.sum()} sampled tokens"
+                )
+            found[mask] = values
+            return found
+
+        row = {
+            "prompt_ids": [token for above in before for token in above.token_ids],
+            "input_ids": node.token_ids,
+            "mask": mask,
+            "logprobs": spread(node.logprobs, np.float32),
+            "fields": {},
+        }
+        if "routed_experts" in fields:
+            routes = np.concatenate([above.routed_experts for above in paths[-1]])
+            row["fields"]["routed_experts"] = routes
+        if "sampling_mask" in fields:
+            counts = spread(node.sampling_mask.counts, np.int32)
+            row["fields"]["sampling_mask"] = reading.mask_of_counts(
+                whose, node.sampling_mask.ids, counts
+            )
+        rows.append(row)
+    return rows
+
+
+def _sample(sample: Any, whose: str, fields: Sequence[str], version: int) -> dict[str, Any]:
+    """Return arguments of `turns_of` for a sample."""
+    keys = {key: key for key in (*COLUMNS.values(), *fields, "sampling_mask")}
     given = {key: _get(sample, key) for key in (*keys, *REFUSED)}
-    reading.check_carried(whose, given, fields=(*NEEDED, *fields), keys=keys, refused=REFUSED)
+    named = (*COLUMNS.values(), *fields)
+    reading.check_carried(whose, given, fields=named, keys=keys, refused=REFUSED)
     mask = given["sampling_mask"]
     if _get(mask, "logprobs") is not None:
         raise ValueError(f"{whose}: logprobs of a sampling_mask are not carried")
     rows = {field: _rows(given[field], field) for field in fields if field != "sampling_mask"}
     if "sampling_mask" in fields:
-        rows["sampling_mask"] = mask_of_counts(name, _get(mask, "ids"), _get(mask, "counts"))
-    columns = {"input_ids": "token_ids", "mask": "mask", "logprobs": "logprobs"}
-    found = {name: given[key] for name, key in columns.items()}
+        rows["sampling_mask"] = reading.mask_of_counts(
+            whose, _get(mask, "ids"), _get(mask, "counts")
+        )
+    found = {name: given[key] for name, key in COLUMNS.items()}
     return found | {"fields": rows, "version_range": (version, version)}
 
 
@@ -245,21 +300,23 @@ def _rows(values: Any, field: str) -> Any:
     return np.frombuffer(data, dtype).reshape(shape)
 
 
-def _temperatures(batch: Packed, temperature: float) -> torch.Tensor:
+def _temperatures(batch: layout.Packed, temperature: float) -> torch.Tensor:
     """Return temperatures, float32 ``[tokens]``; prompts do not get the field's fill."""
     field = batch.fields.get("temperatures")
     given = torch.full((batch.num_tokens,), temperature, device=batch.device)
     return given if field is None else torch.where(batch.turn_ids >= 0, field.float(), given)
 
 
-def _stream(batch: Packed, name: str, dtype: torch.dtype) -> torch.Tensor | None:
+def _stream(batch: layout.Packed, name: str, dtype: torch.dtype) -> torch.Tensor | None:
     """Return a field, 0 at padding: a weight there would train it."""
     field = batch.fields.get(name)
-    return None if field is None else torch.where(holds_token(batch), field, 0).to(dtype)[None]
+    return (
+        None if field is None else torch.where(layout.holds_token(batch), field, 0).to(dtype)[None]
+    )
 
 
-def _env_names(op: str, batch: Packed, env_names: str | Sequence[str]) -> list[str]:
-    count = len(num_kept_of(batch))
+def _env_names(op: str, batch: layout.Packed, env_names: str | Sequence[str]) -> list[str]:
+    count = len(layout.memory_of(batch).kept)
     names = [env_names] * count if isinstance(env_names, str) else list(env_names)
     if len(names) != count:
         raise ValueError(f"{op}: env_names must be of {count} sequences, got {len(names)}")
@@ -270,3 +327,9 @@ def _bytes(experts: torch.Tensor) -> dict[str, Any]:
     rows = experts.detach().cpu().contiguous()
     dtype = str(rows.dtype).removeprefix("torch.")
     return {"data": rows.numpy().tobytes(), "shape": list(rows.shape), "dtype": dtype}
+
+
+def _ids_and_counts(masks: Ragged) -> dict[str, bytes]:
+    """Return sampling masks as bytes of int32."""
+    counts = np.diff(masks.cu).astype(np.int32)
+    return {"ids": masks.values.tobytes(), "counts": counts.tobytes()}

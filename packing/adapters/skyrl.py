@@ -7,27 +7,14 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 
-from trajpack.kernels.rearrange.pad import Number, pad
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.conversion import host_array
 from trajpack.packing.optional import require
-from trajpack.packing.rows import reading
-from trajpack.packing.rows.masked_tokens import joined_trajectory
-from trajpack.packing.rows.packed import check_not_ragged, check_whole
-from trajpack.packing.rows.rows import (
-    RowLists,
-    check_field_names,
-    in_response,
-    prompt_lengths_of,
-    row_groups,
-    row_owners,
-    row_scores,
-    token_scores,
-    widths_of,
-)
-from trajpack.packing.rows.sampling_mask import mask_rows, without_padding
+from trajpack.packing.ragged import Ragged
+from trajpack.packing.rows import layout, reading
 from trajpack.packing.turn_fields import STOP_REASONS
 from trajpack.packing.types import Trajectory
 
@@ -35,8 +22,13 @@ ROUTE_DTYPES = (torch.uint8, torch.int16, torch.int32)
 """Dtypes of expert numbers that SkyRL takes."""
 CARRIED = {"routed_experts": "rollout_expert_indices", "sampling_mask": "rollout_sample_support"}
 """SkyRL's names of extra fields."""
-NEEDED = ("prompt_token_ids", "response_ids", "loss_masks", "rollout_logprobs")
-"""Keys that every ``GeneratorOutput`` has."""
+COLUMNS = {
+    "prompt_ids": "prompt_token_ids",
+    "input_ids": "response_ids",
+    "mask": "loss_masks",
+    "logprobs": "rollout_logprobs",
+}
+"""Keys that every ``GeneratorOutput`` has, by the argument of `turns_of`."""
 IMAGES = ("pixel_values", "image_grid_thw")
 TIMES = ("rollout_metrics", "env_metrics", "trajectory_generation_times", "trajectory_time_splits")
 
@@ -57,25 +49,21 @@ def to_generator_output(
 ) -> dict[str, Any]:
     """Return a ``GeneratorOutput``: an entry in each list for each sequence.
 
-    Keys, dtypes and shapes are those of ``docs/formats/skyrl.md``.
-
     A batch has no times and no images: their keys are ``None``. Routes are of all tokens but the
     last, which no engine forwards: declare ``routed_experts`` with ``generated_only=False``.
 
-    If trajectories have several sequences each (layout ``"turns"``, or rewritten histories), set
-    SkyRL's ``generator.step_wise_trajectories``. It then counts the rewards of the last one alone,
-    at whose end is the trajectory's whole reward. SkyRL wants the trajectories of a group next to
-    each other.
+    If trajectories have several sequences each, set SkyRL's ``generator.step_wise_trajectories``.
+    It then counts the rewards of the last one alone, at whose end is the trajectory's whole reward.
+    SkyRL wants the trajectories of a group next to each other.
 
     Raises:
-        ValueError: As in all formats, and if a field has a dtype or a shape that SkyRL does not
-            take.
+        ValueError: As in all formats, and for a dtype or a shape of a field that SkyRL refuses.
     """
+    op = "to_generator_output"
     if rewards not in ("tokens", "rows"):
-        raise ValueError(
-            f"to_generator_output: rewards must be 'tokens' or 'rows', got {rewards!r}"
-        )
-    rows = RowLists(batch)
+        raise ValueError(f"{op}: rewards must be 'tokens' or 'rows', got {rewards!r}")
+    rows = layout.RowLists(op, batch)
+    layout.check_fields(op, batch, ["routed_experts"])
     by_token = rewards == "tokens"
     scores = _scores(batch, by_token=by_token)
     numbers: list[int] = []  # of each trajectory in its group
@@ -83,10 +71,7 @@ def to_generator_output(
     for group in batch.group_ids.tolist():
         numbers.append(seen[group])
         seen[group] += 1
-    labels = [
-        TrajectoryID(name, numbers[trajectory])
-        for name, trajectory in zip(row_groups(batch), rows.trajectories, strict=True)
-    ]
+    owners = zip(layout.row_groups(batch), rows.trajectories, strict=True)
     found = {
         "prompt_token_ids": rows.prompts(batch.input_ids),
         "response_ids": rows.responses(batch.input_ids),
@@ -94,18 +79,17 @@ def to_generator_output(
         "loss_masks": rows.responses(batch.loss_mask.int()),
         "stop_reasons": _stop_reasons(batch, rows),
         "rollout_logprobs": rows.responses(batch.rollout_logprobs),
-        "trajectory_ids": labels,
+        "trajectory_ids": [TrajectoryID(group, numbers[owner]) for group, owner in owners],
         "is_last_step": [one != other for one, other in pairwise([*rows.trajectories, None])],
         **dict.fromkeys((*CARRIED.values(), *TIMES, *IMAGES)),
     }
-    check_not_ragged("to_generator_output", batch, ["routed_experts"])
     if "routed_experts" in batch.fields:
         routes = _routes(batch).cpu().numpy()
         found["rollout_expert_indices"] = [
             routes[begin : max(end - 1, begin + 1)] for begin, _, end in rows.spans
         ]
     if "sampling_mask" in batch.fields:
-        support = mask_rows("to_generator_output", batch).cpu().numpy()
+        support = layout.mask_rows(op, batch).cpu().numpy()
         found["rollout_sample_support"] = [support[split:end] for _, split, end in rows.spans]
     return found
 
@@ -116,52 +100,41 @@ def to_training_input(
     """Return a ``TrainingInput``: a row for each sequence, aligned at the right.
 
     ``S`` is the longest sequence, left-padded; responses are the last ``R`` columns, those of the
-    longest or ``max_response_length``. Nothing is shifted: column ``j`` of ``R`` belongs to its
-    token.
-
-    Keys, dtypes and shapes are those of ``docs/formats/skyrl.md``.
+    longest or ``max_response_length``. Column ``j`` of ``R`` belongs to its token.
 
     ``TrainingInputBatch`` takes it; its ``metadata["uids"]`` is for the caller, from
-    `trajpack.packing.rows.rows.row_groups`. The fields ``routed_experts`` and ``sampling_mask``
+    `trajpack.packing.rows.layout.row_groups`. The fields ``routed_experts`` and ``sampling_mask``
     need SkyRL, for its ``PackedTensor``. The last token of a sequence has no route: it gets experts
     0, 1, 2, ..., as in SkyRL.
 
     Raises:
         ValueError: As in all formats, and if a response is longer than ``max_response_length``, a
-            field has a dtype or a shape that SkyRL does not take, or a batch with one of the two
-            fields is empty.
+            field has a dtype or a shape that SkyRL refuses, or a batch with one of the two fields
+            is empty.
     """
     op = "to_training_input"
-    check_whole(op, batch)
-    prompts = prompt_lengths_of(batch)
-    lengths = batch.cu_seqlens.diff().long()
-    _, width = widths_of(prompts, lengths - prompts, batch.max_seqlen, max_response_length)
-    is_response = in_response(batch, prompts)
-
-    def whole(packed: torch.Tensor, value: Number = 0) -> torch.Tensor:
-        return pad(packed, batch.cu_seqlens, batch.max_seqlen, value=value, side="left")
-
-    def response(packed: torch.Tensor) -> torch.Tensor:
-        longest = max(batch.max_seqlen, width)
-        padded = pad(packed, batch.cu_seqlens, longest, side="left")
-        return padded[:, longest - width :].contiguous()
-
+    layout.check_whole(op, batch)
+    prompts, lengths = layout.prompt_lengths_of(batch), batch.cu_seqlens.diff().long()
+    begin, responses = batch.cu_seqlens[:-1].long(), lengths - prompts
+    (width,) = layout.widths_of({"max_response_length": max_response_length}, (responses,))
+    whole = layout.left_padded(begin, lengths, batch.max_seqlen)
+    response = layout.left_padded(begin + prompts, responses, width)
     found = {
-        "sequences": whole(batch.input_ids, pad_token_id),
-        "attention_mask": whole(torch.ones_like(batch.input_ids)),
-        "response_mask": response(is_response.long()),
-        "loss_mask": response(batch.loss_mask.float()),
-        "rewards": response(_scores(batch, by_token=True)),
-        "rollout_logprobs": response(batch.rollout_logprobs),
+        "sequences": whole.of(batch.input_ids, pad_token_id),
+        "attention_mask": whole.of(layout.ones_of(batch)),
+        "response_mask": response.of(layout.ones_of(batch)),
+    }
+    columns = {
+        "loss_mask": batch.loss_mask.float(),
+        "rewards": _scores(batch, by_token=True),
+        "rollout_logprobs": batch.rollout_logprobs,
     }
     if batch.advantages is not None:
-        found |= {"advantages": response(batch.advantages), "returns": response(batch.returns)}
-    check_field_names(op, batch, (*found, *CARRIED.values(), "router_padding_mask"))
-    check_not_ragged(op, batch, set(batch.fields) - {"sampling_mask"})
-    for name, values in batch.fields.items():
-        if name not in CARRIED:
-            kept = is_response.reshape(-1, *[1] * (values.ndim - 1))
-            found[name] = response(torch.where(kept, values, 0))
+        columns |= {"advantages": batch.advantages, "returns": batch.returns}
+    keys = (*found, *columns, *CARRIED.values(), "router_padding_mask")
+    layout.check_fields(op, batch, set(batch.fields) - {"sampling_mask"}, keys)
+    columns |= {name: values for name, values in batch.fields.items() if name not in CARRIED}
+    found |= {key: response.of(packed) for key, packed in columns.items()}
     if not CARRIED.keys() & batch.fields.keys():
         return found
     require("skyrl")
@@ -177,10 +150,11 @@ def to_training_input(
         dummy = torch.arange(routes.shape[-1], dtype=routes.dtype, device=batch.device)
         routes = torch.where(last[:, None, None], dummy, routes)
         found["rollout_expert_indices"] = PackedTensor(routes, batch.cu_seqlens)
-        found["router_padding_mask"] = whole(last, True)
+        found["router_padding_mask"] = whole.of(last, True)
     if "sampling_mask" in batch.fields:
-        ends = (lengths - prompts).cumsum(0, dtype=torch.int32)
-        support = mask_rows(op, batch)[is_response]
+        responds = batch.position_ids >= prompts[batch.sequence_ids.long()]
+        support = layout.mask_rows(op, batch)[responds]
+        ends = responses.cumsum(0, dtype=torch.int32)
         bounds = torch.nn.functional.pad(ends, (1, 0))
         found["rollout_sample_support"] = PackedTensor(support, bounds)
     return found
@@ -201,72 +175,76 @@ def from_generator_output(
     ``instance_id``. Lost in the format: policy versions.
 
     ``fields`` may be ``"routed_experts"`` (rows of prompt and completion, 0, 1, 2, ... where no
-    route was captured; declare the `TokenField` with ``generated_only=False``) and
-    ``"sampling_mask"`` (rows of the completion, ragged).
+    route was captured) and ``"sampling_mask"`` (rows of the completion, ragged).
     """
     op = "from_generator_output"
     reading.check_known_fields(op, fields, CARRIED)
     reading.check_carried(op, output, fields=fields, keys=CARRIED, refused=IMAGES)
-    reading.check_keys(op, output, NEEDED)
+    reading.check_keys(op, output, COLUMNS.values())
     count = len(output["response_ids"])
-    lists = (*NEEDED, *(CARRIED[name] for name in fields), "rewards", "trajectory_ids")
+    lists = (*COLUMNS.values(), *(CARRIED[name] for name in fields), "rewards", "trajectory_ids")
     for key in (*lists, "stop_reasons"):
         if output.get(key) is not None and len(output[key]) != count:
             raise ValueError(
                 f"{op}: {key} must be {count}, one for each of response_ids, got {len(output[key])}"
             )
-    entries: dict[tuple[str, str | None], list[int]] = {}
+    owners: list[tuple[str, str | None]] = []
     for row, label in enumerate(output.get("trajectory_ids") or [None] * count):
         if label is not None and not hasattr(label, "to_string"):
             raise TypeError(f"{op}: trajectory_ids must be of class TrajectoryID, got {label!r}")
-        owner = (str(row), None) if label is None else (label.to_string(), str(label.instance_id))
-        entries.setdefault(owner, []).append(row)
+        owners.append(
+            (str(row), None) if label is None else (label.to_string(), str(label.instance_id))
+        )
     trajectories = []
-    for (name, group), own in entries.items():
-        options: dict[str, Any] = {"fields": fields, "missing_reward": missing_reward}
-        rows = [_entry(output, row, name, **options) for row in own]
-        for row_of in rows[:-1]:
-            row_of["reward"] = 0.0
-        trajectories.append(joined_trajectory(name, group, rows))
+    for owner, own in reading.rows_by(owners).items():
+        whose = f"trajectory {owner[0]!r}"
+        rows = [
+            _entry(output, row, whose, fields=fields, missing_reward=missing_reward) for row in own
+        ]
+        for entry in rows[:-1]:
+            entry["reward"] = 0.0
+        trajectories.append(reading.trajectory_of(*owner, rows))
     return trajectories
 
 
 def _entry(
     output: Mapping[str, Any],
     row: int,
-    name: str,
+    whose: str,
     *,
     fields: Sequence[str],
     missing_reward: float | None,
 ) -> dict[str, Any]:
-    """Return the arguments of `masked_trajectory` for an entry."""
+    """Return the arguments of `turns_of` for an entry."""
 
-    def given(reward: Any, expected: str) -> Any:
-        of = f"trajectory {name!r}"
+    def known(reward: Any, expected: str) -> Any:
         op = "from_generator_output"
-        return reading.reward_or_missing(op, reward, missing_reward, expected=expected, of=of)
+        return reading.reward_or_missing(op, reward, missing_reward, expected=expected, of=whose)
 
-    rewards, reasons = output.get("rewards"), output.get("stop_reasons")
-    reward = given(None if rewards is None else rewards[row], f"rewards[{row}]")
+    entry = {
+        key: None if output.get(key) is None else output[key][row]
+        for key in (
+            *COLUMNS.values(),
+            "rewards",
+            "stop_reasons",
+            *(CARRIED[name] for name in fields),
+        )
+    }
+    reward = known(entry["rewards"], f"rewards[{row}]")
     as_array = host_array(reward)
     by_token = as_array.ndim > 0
     if by_token and as_array.dtype == object:  # None is among them
-        reward = [given(one, f"rewards[{row}][{index}]") for index, one in enumerate(reward)]
-    word = None if reasons is None else reasons[row]
-    word = "tool" if word == "tool_calls" else word
-    prompt, response = output["prompt_token_ids"][row], output["response_ids"][row]
-    rows: dict[str, Any] = {field: host_array(output[CARRIED[field]][row]) for field in fields}
+        reward = [known(score, f"rewards[{row}][{index}]") for index, score in enumerate(reward)]
+    word = "tool" if entry["stop_reasons"] == "tool_calls" else entry["stop_reasons"]
+    rows: dict[str, Any] = {field: host_array(entry[CARRIED[field]]) for field in fields}
     if "sampling_mask" in rows:
-        rows["sampling_mask"] = without_padding(rows["sampling_mask"])
+        known = rows["sampling_mask"] != -1
+        ends = np.append(0, known.sum(1)).cumsum(dtype=np.int32)
+        rows["sampling_mask"] = Ragged(ends, rows["sampling_mask"][known])
     if "routed_experts" in rows:
-        rows["routed_experts"] = reading.routes_of_all(
-            f"trajectory {name!r}", rows["routed_experts"], len(prompt) + len(response)
-        )
-    return {
-        "prompt_ids": prompt,
-        "input_ids": response,
-        "mask": output["loss_masks"][row],
-        "logprobs": output["rollout_logprobs"][row],
+        length = len(entry["prompt_token_ids"]) + len(entry["response_ids"])
+        rows["routed_experts"] = reading.routes_of_all(whose, rows["routed_experts"], length)
+    return {name: entry[key] for name, key in COLUMNS.items()} | {
         "token_rewards": reward if by_token else None,
         "reward": 0.0 if by_token else reward,
         "truncated": word not in (None, "stop", "tool"),
@@ -281,19 +259,19 @@ def _scores(batch: PackedBatch, *, by_token: bool) -> torch.Tensor:
     A trajectory of several sequences has all of it at the last one, at its end.
     """
     edges = torch.ones(len(batch) + 1, dtype=torch.bool, device=batch.device)
-    edges[1:-1] = row_owners(batch).diff() != 0
-    whole = torch.where(edges[1:], row_scores(batch), 0.0)
+    edges[1:-1] = layout.row_owners(batch).diff() != 0
+    whole = torch.where(edges[1:], layout.row_scores(batch), 0.0)
     if not by_token:
         return whole
-    at_end = whole.new_zeros(batch.num_tokens).index_copy_(
-        0, batch.cu_seqlens[1:].long() - 1, whole
-    )
-    at_end = torch.where(in_response(batch, prompt_lengths_of(batch)), at_end, 0.0)
-    is_alone = (edges[:-1] & edges[1:])[batch.sequence_ids.long()]
-    return torch.where(is_alone, token_scores(batch), at_end)
+    is_alone, last = edges[:-1] & edges[1:], batch.cu_seqlens[1:].long() - 1
+    rewards = torch.where(is_alone[batch.turn_sequence.long()], batch.turn_rewards, 0.0)
+    scores = layout.token_scores(batch, rewards=rewards)
+    responds = layout.prompt_lengths_of(batch) < batch.cu_seqlens.diff()
+    at_end = torch.where(is_alone, scores[last], torch.where(responds, whole, 0.0))
+    return scores.index_copy_(0, last, at_end)
 
 
-def _stop_reasons(batch: PackedBatch, rows: RowLists) -> list[str]:
+def _stop_reasons(batch: PackedBatch, rows: layout.RowLists) -> list[str]:
     """Return a word for each sequence: ``"stop"``, or why its trajectory was cut off."""
     last = batch.turn_stop_reasons[batch.cu_turns[1:].long() - 1].tolist()
     words = [STOP_REASONS[last[trajectory]] for trajectory in rows.trajectories]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,20 +12,16 @@ import torch
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.conversion import host_array
 from trajpack.packing.ragged import part
-from trajpack.packing.rows import reading
-from trajpack.packing.rows.masked_tokens import joined_trajectory
-from trajpack.packing.rows.packed import check_not_ragged
-from trajpack.packing.rows.rows import RowLists, row_scores
-from trajpack.packing.rows.sampling_mask import as_integers, mask_of_counts, masks_of
+from trajpack.packing.rows import layout, reading
 from trajpack.packing.types import Trajectory
 
-SAMPLE_KEYS = {
+FIELD_KEYS = {
     "routed_experts": "rollout_routed_experts",
     "teacher_log_probs": "teacher_log_probs",
     "sampling_mask": "rollout_top_p_token_ids",
 }
 """slime's names of extra fields."""
-OPTIONAL = (*SAMPLE_KEYS.values(), "rollout_top_p_token_offsets")
+OPTIONAL = (*FIELD_KEYS.values(), "rollout_top_p_token_offsets")
 """Keys of samples and of train data for extra fields."""
 IMAGES = ("multimodal_inputs", "multimodal_train_inputs")
 """Keys of samples for images, which no trajectory can hold."""
@@ -38,30 +35,31 @@ TRAIN_KEYS = {
     "rollout_ids": "rollout_id",
 }
 """Keys of train data by the key of a sample."""
+FROM_TASK = ("prompt", "label", "index", "group_index", "metadata", "session_id", "rollout_id")
+"""Keys of a sample that slime filled before its rollout function was called."""
 
 
-def to_samples(batch: PackedBatch) -> list[dict[str, Any]]:
+def to_samples(batch: PackedBatch, *, like: Any = None) -> list[dict[str, Any]]:
     """Return the fields of a ``Sample`` for each sequence, as rollout functions fill them.
 
-    Keys, dtypes and shapes are those of ``docs/formats/slime.md``.
+    ``Sample.from_dict`` reads them. Extra fields of the names in `FIELD_KEYS` are carried; routes
+    are without the last token's, which no engine forwards: declare ``routed_experts`` with
+    ``generated_only=False``. Where nothing was generated the response is the last token, masked:
+    slime takes no empty one. Not carried: rewards of single turns, advantages, versions of single
+    tokens, texts.
 
-    ``Sample.from_dict`` reads them. Extra fields of these names are carried:
-
-    - ``routed_experts`` as ``rollout_routed_experts``, a tensor ``[L - 1, layers, k]``: no engine
-      forwards the last of L tokens. Declare the field with ``generated_only=False``.
-    - ``teacher_log_probs``, list[float] of the response.
-    - ``sampling_mask`` as ``rollout_top_p_token_ids``, an int32 tensor of all ids of the
-      response's masks, and ``rollout_top_p_token_offsets``, int32 ``[response_length + 1]``.
-
-    Where nothing was generated the response is the last token, masked: slime takes no empty one.
-    Not carried: rewards of single turns, advantages, versions of single tokens, texts.
+    ``like`` is the sample that a rollout function was called with, an object or a mapping: all have
+    its task, index and group (`FROM_TASK`, where they are there), so that the trajectories of a
+    batch must be those of one sample. Its ``rollout_id``, or else its ``index``, is that of all.
     """
-    rows = RowLists(batch)
+    op = "to_samples"
+    rows = layout.RowLists(op, batch)
     # slime slices responses by tokens[-response_length:], which for 0 gives all tokens
     rows.spans = [
         (begin, max(end - 1, begin + 1) if split == end else split, end)
         for begin, split, end in rows.spans
     ]
+    layout.check_fields(op, batch, ["routed_experts", "teacher_log_probs"])
     ids, versions = batch.input_ids.tolist(), batch.turn_version_end.tolist()
     groups = batch.group_ids.tolist()
     columns: dict[str, list[Any]] = {
@@ -69,27 +67,39 @@ def to_samples(batch: PackedBatch) -> list[dict[str, Any]]:
         "response_length": [end - split for _, split, end in rows.spans],
         "loss_mask": rows.responses(batch.loss_mask.int()),
         "rollout_log_probs": rows.responses(batch.rollout_logprobs),
-        "reward": row_scores(batch).tolist(),
+        "reward": layout.row_scores(batch).tolist(),
         "status": ["truncated" if cut else "completed" for cut in rows.truncated],
         "weight_versions": [[str(versions[turn]) for turn in turns] for turns in rows.turns],
         "index": list(range(len(batch))),
         "group_index": [groups[trajectory] for trajectory in rows.trajectories],
         "rollout_id": rows.trajectories,
     }
-    check_not_ragged("to_samples", batch, ["routed_experts", "teacher_log_probs"])
     if "routed_experts" in batch.fields:
         routes = batch.fields["routed_experts"].cpu()
         columns["rollout_routed_experts"] = [routes[b : end - 1] for b, _, end in rows.spans]
     if "teacher_log_probs" in batch.fields:
         columns["teacher_log_probs"] = rows.responses(batch.fields["teacher_log_probs"])
     if "sampling_mask" in batch.fields:
-        every = masks_of("to_samples", batch)
+        every = layout.masks_of(op, batch)
         masks = [part(every, split, end) for _, split, end in rows.spans]
-        for name, key in (("ids", "values"), ("offsets", "cu")):
-            columns[f"rollout_top_p_token_{name}"] = [
-                torch.from_numpy(getattr(one, key)) for one in masks
-            ]
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        for key, name in zip(OPTIONAL[-2:], ("values", "cu"), strict=True):
+            columns[key] = [torch.from_numpy(getattr(mask, name)) for mask in masks]
+    task = {} if like is None else _task_of(batch, like)
+    return [
+        dict(zip(columns, row, strict=True)) | task for row in zip(*columns.values(), strict=True)
+    ]
+
+
+def _task_of(batch: PackedBatch, like: Any) -> dict[str, Any]:
+    """Return what the samples of a batch have of the sample that they are made of."""
+    if len(batch.ids) != 1:
+        raise ValueError(
+            f"to_samples: with like= the batch must be of one trajectory, got {len(batch.ids)}"
+        )
+    given = reading.fields_of("to_samples: like", like)
+    task = {key: given[key] for key in FROM_TASK if given.get(key) is not None}
+    task.setdefault("rollout_id", task.get("index", 0))
+    return task
 
 
 def to_train_data(
@@ -100,30 +110,25 @@ def to_train_data(
 ) -> dict[str, list[Any]]:
     """Return the result of ``custom_convert_samples_to_train_data_func``: a list for each key.
 
-    Keys, dtypes and shapes are those of ``docs/formats/slime.md``.
-
-    Extra fields as in `to_samples`. slime makes tensors of them: tokens int64, masks int32,
-    log-probabilities float32.
-
-    ``rewards`` has one for each trajectory, already compared within groups as slime's ``rewards``
-    are, for example by `trajpack.kernels.group_advantages`; ``source_names`` has one for each
-    sequence or is one for all. Other numbers of them are a `ValueError`.
+    Extra fields as in `to_samples`. ``rewards`` has one for each trajectory, already compared
+    within groups as slime's ``rewards`` are, for example by `trajpack.kernels.group_advantages`;
+    ``source_names`` has one for each sequence or is one for all. Other numbers of them are a
+    `ValueError`.
     """
     op, samples = "to_train_data", to_samples(batch)
     found = {key: [sample[of] for sample in samples] for key, of in TRAIN_KEYS.items()}
-    if rewards is None:
-        found["rewards"] = found["raw_reward"]
-    else:
+    found["rewards"] = found["raw_reward"]
+    if rewards is not None:
         given = reading.labels_of(op, "rewards", rewards, len(batch.ids), of="trajectory")
         found["rewards"] = [float(given[rollout]) for rollout in found["rollout_ids"]]
     if isinstance(source_names, str):
         source_names = [source_names] * len(samples)
     found["source_names"] = reading.labels_of(op, "source_names", source_names, len(samples))
     found["truncated"] = [int(sample["status"] == "truncated") for sample in samples]
-    sums = [0] * len(batch.ids)
+    sums: Counter[int] = Counter()
     for sample in samples:
         sums[sample["rollout_id"]] += sum(sample["loss_mask"])
-    found["rollout_mask_sums"] = [sums[trajectory] for trajectory in found["rollout_ids"]]
+    found["rollout_mask_sums"] = [sums[rollout] for rollout in found["rollout_ids"]]
     optional = [key for key in OPTIONAL if samples and key in samples[0]]
     return found | {key: [sample[key] for sample in samples] for key in optional}
 
@@ -142,41 +147,43 @@ def from_samples(
     a turn is truncated if its sample is. Without a ``loss_mask`` the response is one turn; of a
     sample to be removed (``remove_sample``) nothing is trained. Groups are the ``group_index``.
     Versions are ``weight_versions`` if these are numbers: one for each turn if there are as many,
-    else the least and greatest for all.
+    else the least and greatest for all. Lost in the format: rewards of single turns, versions of
+    single tokens.
 
-    Lost in the format: rewards of single turns, versions of single tokens.
-
-    ``fields`` may be ``"teacher_log_probs"``, ``"sampling_mask"`` (the top-p tokens, ragged) and
-    ``"routed_experts"`` (rows of prompt and completion, experts 0, 1, 2, ... at the last token;
-    declare the `TokenField` with ``generated_only=False``).
+    ``fields`` may be those of `FIELD_KEYS`; experts are 0, 1, 2, ... at the last token.
 
     Raises:
         ValueError: As in all formats; also for a sample that was aborted, failed or is pending,
             unless it is to be removed, and for samples of one rollout with different rewards.
     """
     op = "from_samples"
-    reading.check_known_fields(op, fields, SAMPLE_KEYS)
-    rollouts: dict[Any, list[Mapping[str, Any]]] = {}
-    for index, one in enumerate(samples):
-        sample = reading.fields_of(f"{op}: samples[{index}]", one)
-        rollout = sample.get("rollout_id")
-        key = index if rollout is None else (sample.get("group_index"), rollout)
-        rollouts.setdefault(key, []).append(sample)
-    groups = [own[0].get("group_index") for own in rollouts.values()]
+    reading.check_known_fields(op, fields, FIELD_KEYS)
+    given = [
+        reading.fields_of(f"{op}: samples[{index}]", sample) for index, sample in enumerate(samples)
+    ]
+    rollouts = reading.rows_by(
+        (sample.get("group_index"), sample["rollout_id"])
+        if sample.get("rollout_id") is not None
+        else index
+        for index, sample in enumerate(given)
+    )
+    groups = [given[own[0]].get("group_index") for own in rollouts.values()]
     groups = [None if group is None else str(group) for group in groups]
-    names = reading.row_ids(op, ids, groups)
     trajectories = []
-    for name, group, own in zip(names, groups, rollouts.values(), strict=True):
+    for name, group, own in zip(
+        reading.row_ids(op, ids, groups), groups, rollouts.values(), strict=True
+    ):
+        whose = f"trajectory {name!r}"
         reward = reading.shared_reward(
             op,
-            [sample.get("reward") for sample in own],
+            [given[index].get("reward") for index in own],
             missing_reward,
             expected="reward (raw_reward in train data)",
-            of=f"trajectory {name!r}",
+            of=whose,
         )
-        rows = [_sample(sample, name, fields) for sample in own]
+        rows = [_sample(given[index], whose, fields) for index in own]
         rows[-1]["reward"] = reward
-        trajectories.append(joined_trajectory(name, group, rows))
+        trajectories.append(reading.trajectory_of(name, group, rows))
     return trajectories
 
 
@@ -206,10 +213,9 @@ def from_train_data(
     return from_samples(samples, ids, **options)
 
 
-def _sample(sample: Mapping[str, Any], name: str, fields: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments of `masked_trajectory` for a sample."""
-    whose = f"trajectory {name!r}"
-    reading.check_carried(whose, sample, fields=fields, keys=SAMPLE_KEYS, refused=IMAGES)
+def _sample(sample: Mapping[str, Any], whose: str, fields: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments of `turns_of` for a sample."""
+    reading.check_carried(whose, sample, fields=fields, keys=FIELD_KEYS, refused=IMAGES)
     for key in ("tokens", "response_length", "rollout_log_probs"):
         if sample.get(key) is None:
             raise ValueError(f"{whose}: {key} are missing")
@@ -222,10 +228,12 @@ def _sample(sample: Mapping[str, Any], name: str, fields: Sequence[str]) -> dict
         mask = [0] * length
     elif status not in (None, "completed", "truncated"):
         raise ValueError(f"{whose}: status must be 'completed' or 'truncated', got {status!r}")
-    rows: dict[str, Any] = {field: host_array(sample[SAMPLE_KEYS[field]]) for field in fields}
+    rows: dict[str, Any] = {field: host_array(sample[FIELD_KEYS[field]]) for field in fields}
     if "sampling_mask" in rows:
-        counts = np.diff(as_integers(sample["rollout_top_p_token_offsets"]))
-        rows["sampling_mask"] = mask_of_counts(name, sample["rollout_top_p_token_ids"], counts)
+        counts = np.diff(reading.as_integers(sample["rollout_top_p_token_offsets"]))
+        rows["sampling_mask"] = reading.mask_of_counts(
+            whose, sample["rollout_top_p_token_ids"], counts
+        )
     if "routed_experts" in rows:
         rows["routed_experts"] = reading.routes_of_all(whose, rows["routed_experts"], len(tokens))
     versions = [str(version) for version in sample.get("weight_versions") or ()]

@@ -6,16 +6,14 @@ from typing import Any
 
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.optional import require
-from trajpack.packing.rows.packed import advantages_of, at_trained, check_whole, pieces_of
+from trajpack.packing.rows import layout
 
 
 def to_datum_kwargs(batch: PackedBatch, *, mask: bool = True) -> list[dict[str, Any]]:
     """Return the parts of a ``Datum`` for each sequence.
 
     ``model_input`` is a list of the first L - 1 of L tokens, ``loss_fn_inputs`` a dictionary of
-    tensors on the host. Keys, dtypes and shapes are those of ``docs/formats/tinker.md``.
-
-    ``mask=False`` leaves the mask out, which recipes read and remove before sending. Sequences of
+    tensors on the host. ``mask=False`` leaves the mask out, which recipes remove. Sequences of
     one token predict nothing and are omitted. Nothing is padded.
 
     Example:
@@ -25,11 +23,11 @@ def to_datum_kwargs(batch: PackedBatch, *, mask: bool = True) -> list[dict[str, 
         >>> datum["model_input"], datum["loss_fn_inputs"]["logprobs"]
         ([1, 2, 3], tensor([ 0.0000, -0.5000, -0.2500]))
     """
-    check_whole("to_datum_kwargs", batch)
+    layout.check_whole("to_datum_kwargs", batch)
     columns = {
         "target_tokens": batch.input_ids,
         "logprobs": batch.rollout_logprobs,
-        "advantages": at_trained(batch, advantages_of("to_datum_kwargs", batch)),
+        "advantages": layout.at_trained(batch, layout.advantages_of("to_datum_kwargs", batch)),
     }
     if mask:
         columns["mask"] = batch.loss_mask.float()
@@ -38,7 +36,7 @@ def to_datum_kwargs(batch: PackedBatch, *, mask: bool = True) -> list[dict[str, 
             "model_input": of["target_tokens"][:-1].tolist(),
             "loss_fn_inputs": {name: values[1:] for name, values in of.items()},
         }
-        for of in pieces_of(batch, columns)
+        for of in layout.pieces_of(batch, columns)
         if len(of["target_tokens"]) > 1
     ]
 

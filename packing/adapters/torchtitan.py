@@ -8,20 +8,11 @@ from typing import Any
 import torch
 
 from trajpack.packing.batch.batch import PackedBatch
-from trajpack.packing.rows.packed import (
-    Packed,
-    advantages_of,
-    at_trained,
-    check_sequences,
-    check_whole,
-    num_kept_of,
-    pieces_of,
-    places_of,
-)
+from trajpack.packing.rows import layout
 
 
 def to_training_microbatch(
-    rows: Packed | Iterable[Packed],
+    rows: layout.Packed | Iterable[layout.Packed],
     *,
     seq_len: int | None = None,
     pad_id: int = 0,
@@ -29,8 +20,6 @@ def to_training_microbatch(
     flat: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Return the keyword arguments of a ``TrainingMicrobatch``: rows of predictions.
-
-    Keys, dtypes and shapes are those of ``docs/formats/torchtitan.md``.
 
     ``rows`` is a batch or micro-batch for each row, or a single one; ``seq_len`` the longest row's
     if ``None``. torchtitan 0.3.0 has rows; its development branch joins them to
@@ -58,7 +47,7 @@ def to_training_microbatch(
     if multiple < 1:
         raise ValueError(f"{op}: per_sample_pad_multiple must be at least 1, got {multiple}")
     for batch in batches:
-        check_sequences(batch)
+        layout.memory_of(batch)
     if seq_len is None:
         seq_len = max(_needed(batch, multiple) for batch in batches)
     packed = [_row(batch, seq_len, pad_id=pad_id, multiple=multiple) for batch in batches]
@@ -69,19 +58,18 @@ def to_training_microbatch(
 def to_training_samples(batch: PackedBatch) -> list[dict[str, Any]]:
     """Return the keyword arguments of a ``TrainingSample`` for each sequence.
 
-    Keys and types are those of ``docs/formats/torchtitan.md``, but ``rollout_id``, the trainer's
-    number of group and member.
+    Without ``rollout_id``, the trainer's number of group and member.
     """
-    check_whole("to_training_samples", batch)
+    layout.check_whole("to_training_samples", batch)
     columns = {
         "token_ids": batch.input_ids,
         "loss_mask": batch.loss_mask,
-        "logprobs": at_trained(batch, batch.rollout_logprobs),
-        "advantage": at_trained(batch, advantages_of("to_training_samples", batch)),
+        "logprobs": layout.at_trained(batch, batch.rollout_logprobs),
+        "advantage": layout.at_trained(batch, layout.advantages_of("to_training_samples", batch)),
     }
     columns["versions"] = batch.policy_versions
     samples = []
-    for of in pieces_of(batch, columns):
+    for of in layout.pieces_of(batch, columns):
         sample: dict[str, Any] = {name: values.tolist() for name, values in of.items()}
         known = [version for version in sample.pop("versions") if version >= 0] or [0]
         samples.append(
@@ -90,16 +78,18 @@ def to_training_samples(batch: PackedBatch) -> list[dict[str, Any]]:
     return samples
 
 
-def _needed(batch: Packed, multiple: int) -> int:
+def _needed(batch: layout.Packed, multiple: int) -> int:
     """Return the tokens of a row that holds every sequence without its last token."""
-    kept = (max(length - 1, 0) for length in num_kept_of(batch))
+    kept = (max(length - 1, 0) for length in layout.memory_of(batch).kept)
     return sum(-(-length // multiple) * multiple for length in kept)
 
 
-def _row(batch: Packed, width: int, *, pad_id: int, multiple: int) -> dict[str, torch.Tensor]:
+def _row(
+    batch: layout.Packed, width: int, *, pad_id: int, multiple: int
+) -> dict[str, torch.Tensor]:
     """Return a row, of sequences without their last token; lengths stay on the device."""
-    advantages = advantages_of("to_training_microbatch", batch)
-    kept, needed = num_kept_of(batch), _needed(batch, multiple)
+    advantages = layout.advantages_of("to_training_microbatch", batch)
+    (places, _, kept), needed = layout.memory_of(batch), _needed(batch, multiple)
     if needed > width:
         raise ValueError(f"the sequences take {needed} tokens, more than the row's {width}")
     count = len(kept)
@@ -110,7 +100,7 @@ def _row(batch: Packed, width: int, *, pad_id: int, multiple: int) -> dict[str, 
     # the rest of the row is one more sequence, without tokens
     slots = torch.cat([slots, slots.new_full((1,), width - needed)])
     length = torch.cat([length, length.new_zeros(1)])
-    begin = torch.nn.functional.pad(places_of(batch)[:count].long(), (0, 1))
+    begin = torch.nn.functional.pad(places[:count].long(), (0, 1))
     sequence = torch.repeat_interleave(slots, output_size=width)
     positions = torch.arange(width, device=batch.device) - (slots.cumsum(0) - slots)[sequence]
     holds = positions < length[sequence]
@@ -126,7 +116,7 @@ def _row(batch: Packed, width: int, *, pad_id: int, multiple: int) -> dict[str, 
         "token_ids": at(token, batch.input_ids, pad_id),
         "labels": at(following, batch.input_ids, pad_id),
         "positions": positions,
-        "generator_logprobs": at(following, at_trained(batch, batch.rollout_logprobs), 0.0),
+        "generator_logprobs": at(following, layout.at_trained(batch, batch.rollout_logprobs), 0.0),
         "loss_mask": at(following, batch.loss_mask, False),
-        "advantages": at(following, at_trained(batch, advantages), 0.0),
+        "advantages": at(following, layout.at_trained(batch, advantages), 0.0),
     }

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
 
 from trajpack.packing.adapters.trl_tree import row_of_tree, to_tree_kwargs
 from trajpack.packing.batch.batch import PackedBatch
-from trajpack.packing.rows.packed import (
-    Packed,
-    advantages_of,
-    check_sequences,
-    check_whole,
-    pieces_of,
-    places_of,
-)
-from trajpack.packing.rows.rows import row_trajectories, rows_of
+from trajpack.packing.rows import layout, reading
 from trajpack.packing.tree.nodes import TreeNodes
+from trajpack.packing.types import Trajectory
 
 __all__ = [
+    "from_grpo_inputs",
     "to_async_row",
     "to_async_samples",
     "to_grpo_inputs",
@@ -31,6 +26,10 @@ IGNORED = -100
 """Label of tokens without a loss."""
 OPTIONAL = ("old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio")
 """Optional keys of the trainer's dictionary."""
+NEEDED = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+LOGPROBS = ("sampling_per_token_logps", "old_per_token_logps")
+"""Keys of log-probabilities; the first that is there is read."""
+IMAGES = ("pixel_values", "image_grid_thw", "pixel_attention_mask", "image_sizes")
 
 
 def to_grpo_inputs(
@@ -45,20 +44,10 @@ def to_grpo_inputs(
 ) -> dict[str, torch.Tensor]:
     """Return the result of ``GRPOTrainer._generate_and_score_completions``: a row per sequence.
 
-    The prompt is everything before the first generated token, the completion the rest.
-
-    Keys, dtypes and shapes are those of ``docs/formats/trl.md``.
-
-    Args:
-        batch: In any layout, with advantages.
-        pad_token_id: Token id at padding.
-        advantages: ``"token"`` keeps the advantage of each token; ``"sequence"`` gives one per
-            sequence, as TRL does, and raises if they differ within a sequence.
-        max_prompt_length: P; that of the longest if ``None``.
-        max_completion_length: C; that of the longest if ``None``.
-        num_items_in_batch: For several ranks; the trained tokens of this batch if ``None``.
-        optional: ``old_per_token_logps``, ``ref_per_token_logps`` or
-            ``importance_sampling_ratio``, each over the batch's ``[tokens]``.
+    ``advantages="token"`` keeps the advantage of each token; ``"sequence"`` gives one per sequence,
+    as TRL does, and raises if they differ within a sequence. Widths are those of the longest if
+    ``None``. ``num_items_in_batch`` is for several ranks; the trained tokens of this batch if
+    ``None``. ``optional`` are those of `OPTIONAL`, each over the batch's ``[tokens]``.
 
     Raises:
         TypeError: As in all formats, and if one of ``optional`` is no tensor or of another name.
@@ -73,23 +62,22 @@ def to_grpo_inputs(
         (tensor([[3, 4, 5, 6]]), tensor([[1, 0, 1, 1]]))
     """
     op = "to_grpo_inputs"
-    check_whole(op, batch)
-    credit = advantages_of(op, batch)
+    layout.check_whole(op, batch)
+    credit = layout.advantages_of(op, batch)
     if advantages not in ("token", "sequence"):
         raise ValueError(f"{op}: advantages must be 'token' or 'sequence', got {advantages!r}")
-    rows = rows_of(
+    _, prompts, completions = layout.split_rows(
         batch, max_prompt_length=max_prompt_length, max_response_length=max_completion_length
     )
-    prompts, completions = rows.prompts(), rows.responses()
     by_token = advantages == "token"
     inputs = {
-        "prompt_ids": prompts.whole(batch.input_ids, pad_token_id),
-        "prompt_mask": prompts.attention_mask.long(),
-        "completion_ids": completions.whole(batch.input_ids, pad_token_id),
-        "completion_mask": completions.attention_mask.long(),
-        "tool_mask": completions.whole(batch.loss_mask.long(), 1),
-        "sampling_per_token_logps": completions.whole(batch.rollout_logprobs),
-        "advantages": completions.whole(credit) if by_token else _of_sequences(op, batch),
+        "prompt_ids": prompts.of(batch.input_ids, pad_token_id),
+        "prompt_mask": prompts.of(layout.ones_of(batch)),
+        "completion_ids": completions.of(batch.input_ids, pad_token_id),
+        "completion_mask": completions.of(layout.ones_of(batch)),
+        "tool_mask": completions.of(batch.loss_mask.long(), 1),
+        "sampling_per_token_logps": completions.of(batch.rollout_logprobs),
+        "advantages": completions.of(credit) if by_token else _of_sequences(op, batch),
         "num_items_in_batch": batch.loss_mask.sum()
         if num_items_in_batch is None
         else num_items_in_batch,
@@ -104,35 +92,79 @@ def to_grpo_inputs(
                 f"{op}: {name} must be over {batch.num_tokens} tokens on {batch.device}, "
                 f"got shape {list(tensor.shape)} on {tensor.device}"
             )
-        inputs[name] = completions.whole(tensor.float())
+        inputs[name] = completions.of(tensor.float())
     return inputs
+
+
+def from_grpo_inputs(
+    inputs: Mapping[str, Any],
+    ids: Iterable[str] | None = None,
+    groups: Iterable[str] | None = None,
+    *,
+    rewards: Iterable[float | None] | None = None,
+    missing_reward: float | None = None,
+) -> list[Trajectory]:
+    """Return the trajectories of ``GRPOTrainer``'s inputs, one for each row.
+
+    Tokens where ``completion_mask`` is 0 are padding, those where ``tool_mask`` is 0 observations.
+    Log-probabilities are the first of `LOGPROBS` that is there. TRL keeps no rewards: ``rewards``
+    has one for each row, for its last turn. Advantages are not read.
+
+    Lost in the format: versions, truncation, rewards of single turns.
+    """
+    op = "from_grpo_inputs"
+    reading.check_carried(op, inputs, fields=(), keys={}, refused=IMAGES)
+    there = [key for key in LOGPROBS if inputs.get(key) is not None]
+    logprobs = (there or LOGPROBS)[0]
+    arrays = reading.host_arrays(op, inputs, (*NEEDED, logprobs), ("tool_mask",))
+    shape = dict.fromkeys(arrays, arrays["completion_ids"].shape)
+    shape["prompt_ids"] = shape["prompt_mask"] = arrays["prompt_ids"].shape
+    reading.check_shapes(op, arrays, shape)
+    count = len(arrays["completion_ids"])
+    labels = reading.labels_of(op, "groups", groups, count)
+    of_rewards = reading.labels_of(op, "rewards", rewards, count)
+    generated = arrays.get("tool_mask", arrays["completion_mask"]) != 0
+    trajectories = []
+    for row, name in enumerate(reading.row_ids(op, ids, labels)):
+        kept = arrays["completion_mask"][row] != 0
+        reward = reading.reward_or_missing(
+            op, of_rewards[row], missing_reward, expected="the argument rewards", of=f"row {row}"
+        )
+        columns = {
+            "prompt_ids": arrays["prompt_ids"][row][arrays["prompt_mask"][row] != 0],
+            "input_ids": arrays["completion_ids"][row][kept],
+            "mask": generated[row][kept],
+            "logprobs": arrays[logprobs][row][kept],
+            "reward": reward,
+        }
+        trajectories.append(reading.trajectory_of(name, labels[row], [columns]))
+    return trajectories
 
 
 def to_async_samples(batch: PackedBatch) -> list[dict[str, Any]]:
     """Return the samples of the asynchronous trainer's queue: a dictionary for each sequence.
 
     TRL's planner folds sequences with a common prefix into one row, and its collator writes it.
-    Advantages that differ within a sequence are a `ValueError`. Keys, dtypes and shapes are those
-    of ``docs/formats/trl.md``.
+    Advantages that differ within a sequence are a `ValueError`.
     """
     op = "to_async_samples"
-    check_whole(op, batch)
+    layout.check_whole(op, batch)
     advantages, groups = _of_sequences(op, batch).tolist(), batch.group_ids.tolist()
     columns = {
         "input_ids": batch.input_ids,
         "completion_mask": batch.loss_mask.long(),
         "old_log_probs": batch.rollout_logprobs,
     }
-    rows = zip(pieces_of(batch, columns), advantages, row_trajectories(batch), strict=True)
+    pieces, owners = layout.pieces_of(batch, columns), layout.row_trajectories(batch)
     return [
         {name: values.numpy() for name, values in of.items()}
         | {"advantage": advantage, "group_id": groups[trajectory], "metrics": {}}
-        for of, advantage, trajectory in rows
+        for of, advantage, trajectory in zip(pieces, advantages, owners, strict=True)
     ]
 
 
 def to_async_row(
-    batch: Packed | TreeNodes, *, num_trained: torch.Tensor | None = None
+    batch: layout.Packed | TreeNodes, *, num_trained: torch.Tensor | None = None
 ) -> dict[str, Any]:
     """Return the row that the asynchronous collator of TRL 1.16 writes for one rank.
 
@@ -140,11 +172,8 @@ def to_async_row(
     sequences, in the order of their tokens. A trained token has its own advantage. Of a batch or a
     micro-batch: sequences side by side, TRL's own row for sequences without a common prefix.
 
-    Keys, dtypes and shapes are those of ``docs/formats/trl.md``.
-
     M is the number of generated tokens of a batch, a tree or a micro-batch of trees, and T for
     another micro-batch, which does not know it; the rest is padding, which the trainer strips.
-
     ``num_trained`` is the number of trained tokens of all ranks, one entry; those of this row if
     ``None``.
 
@@ -153,15 +182,15 @@ def to_async_row(
     """
     if isinstance(batch, TreeNodes):
         return row_of_tree(batch, num_trained)
-    check_sequences(batch)
-    advantages = advantages_of("to_async_row", batch)
+    places = layout.memory_of(batch).places[None]
+    advantages = layout.advantages_of("to_async_row", batch)
     size = batch.num_generated if isinstance(batch, PackedBatch) else batch.num_tokens
     trained = torch.nonzero_static(batch.loss_mask, size=size, fill_value=-1)[:, 0]
-    holds, places = trained >= 0, places_of(batch)[None]
+    holds = trained >= 0
     counted = batch.loss_mask.sum() if num_trained is None else num_trained
     total = torch.full((1,), float(batch.num_tokens), device=batch.device)
 
-    def at_trained(tensor: torch.Tensor) -> torch.Tensor:
+    def of_trained(tensor: torch.Tensor) -> torch.Tensor:
         return torch.where(holds, tensor[trained], 0)[None]
 
     return {
@@ -173,9 +202,9 @@ def to_async_row(
         "tree_cu_seqlens_k": places,
         "tree_max_seqlens": torch.full((1, 2), batch.max_seqlen, device=batch.device),
         "token_index": torch.where(holds, trained - 1, -1)[None],
-        "old_log_probs": at_trained(batch.rollout_logprobs),
-        "advantages": at_trained(advantages),
-        "segment_id": at_trained(batch.sequence_ids.long()),
+        "old_log_probs": of_trained(batch.rollout_logprobs),
+        "advantages": of_trained(advantages),
+        "segment_id": of_trained(batch.sequence_ids.long()),
         "attention_mask": torch.ones_like(batch.input_ids)[None],
         "global_n_tokens": counted.reshape(1).float(),
         "global_n_forward_tokens": total,
@@ -185,7 +214,7 @@ def to_async_row(
 
 def _of_sequences(op: str, batch: PackedBatch) -> torch.Tensor:
     """Return the single advantage of each sequence; reads back whether it is a single one."""
-    advantages = advantages_of(op, batch)
+    advantages = layout.advantages_of(op, batch)
     sequence = batch.sequence_ids.long()
     infinite = advantages.new_full((len(batch),), float("inf"))
     trained = torch.where(batch.loss_mask, advantages, float("inf"))

@@ -21,8 +21,6 @@ def to_tree_kwargs(tree: TreeNodes) -> dict[str, Any]:
     TRL's attention ``"tree_fa3"`` reads the paths. The package ``tree-recurrence`` reads them too,
     for layers with a recurrent state or a convolution: ``tree_recurrence.install(model)``.
 
-    Keys, dtypes and shapes are those of ``docs/formats/trl.md``.
-
     A segment is a stretch of nodes without branches; the padding of a micro-batch is one too, a
     root. `boundary` may be either.
 

@@ -12,27 +12,20 @@ import torch
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.conversion import host_array
 from trajpack.packing.optional import require
-from trajpack.packing.rows import reading
-from trajpack.packing.rows.masked_tokens import WHOLE_SEQUENCE_FIELDS, joined_trajectory
-from trajpack.packing.rows.packed import check_not_ragged, check_whole
-from trajpack.packing.rows.rows import (
-    Place,
-    check_field_names,
-    in_response,
-    prompt_lengths_of,
-    row_groups,
-    row_turns,
-    rows_of,
-    token_scores,
-)
+from trajpack.packing.rows import layout, reading
 from trajpack.packing.types import Trajectory
 
 OF_ROWS = ("prompts", "responses", "attention_mask", "token_level_rewards")
 """Keys, beside those of `_fields`, that no extra field can be named as."""
 NEEDED = ("prompts", "responses", "attention_mask", "response_mask", "rollout_log_probs")
 """Tensors that a ``DataProto`` must have to be read."""
-OUTPUT_KEYS = ("prompt_ids", "response_ids", "response_mask", "response_logprobs")
-"""Fields that an ``AgentLoopOutput`` must have to be read."""
+OUTPUT_KEYS = {
+    "prompt_ids": "prompt_ids",
+    "input_ids": "response_ids",
+    "mask": "response_mask",
+    "logprobs": "response_logprobs",
+}
+"""Fields that an ``AgentLoopOutput`` must have to be read, by the argument of `turns_of`."""
 
 
 def to_data_proto_dict(
@@ -41,42 +34,35 @@ def to_data_proto_dict(
     pad_token_id: int = 0,
     max_prompt_length: int | None = None,
     max_response_length: int | None = None,
-    scores: Place = "turns",
+    scores: layout.Place = "turns",
     meta_info: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the arguments of ``DataProto.from_dict``: a row for each sequence.
 
     Prompts of ``P`` tokens are left-padded, responses of ``R`` right-padded: ``max_prompt_length``
     and ``max_response_length``, those of the longest if ``None``. Column ``j`` of a response's
-    fields belongs to its token ``j``: nothing is shifted.
-
-    Keys, dtypes and shapes are those of ``docs/formats/verl.md``.
-
-    These are ``tensors``. Padding of ``position_ids`` is 0 on the left, the last position on the
-    right. ``non_tensors`` are arrays of ``B``: ``uid``, the group or else the id;
-    ``__num_turns__``, two per turn; ``min_global_steps`` and ``max_global_steps``, the policy
-    versions. ``meta_info`` are the given entries of the proto, such as the temperature.
-    ``scores="turns"`` puts each turn's reward at its last token, ``"last"`` the sum of the
-    trajectory's rewards at the row's last token, as verl's own agent loops do.
+    fields belongs to its token ``j``. ``scores="turns"`` puts each turn's reward at its last token,
+    ``"last"`` the sum of the trajectory's rewards at the row's last token, as verl's agent loops
+    do. ``meta_info`` are entries of the proto, such as the temperature.
 
     Raises:
         ValueError: As in all formats, and if a prompt or a response is longer than its width.
     """
-    rows = rows_of(
+    whole, prompts, responses = layout.split_rows(
         batch, max_prompt_length=max_prompt_length, max_response_length=max_response_length
     )
-    responses = rows.responses()
-    ids = rows.whole(batch.input_ids, pad_token_id)
-    attention = rows.attention_mask.long()
+    ids = whole.of(batch.input_ids, pad_token_id)
+    positions = torch.arange(whole.width, device=batch.device) - whole.column[:, None]
+    last = whole.size[:, None] - 1
     tensors = {
-        "prompts": ids[:, : rows.max_prompt_length],
-        "responses": ids[:, rows.max_prompt_length :],
+        "prompts": ids[:, : prompts.width],
+        "responses": ids[:, prompts.width :],
         "input_ids": ids,
-        "attention_mask": attention,
-        "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
+        "attention_mask": whole.of(layout.ones_of(batch)),
+        "position_ids": torch.minimum(positions.clamp_(min=0), last, out=positions),
     }
     for key, packed in _fields(batch, scores).items():
-        tensors[key] = (rows if key in WHOLE_SEQUENCE_FIELDS else responses).whole(packed)
+        tensors[key] = (whole if key in reading.WHOLE_SEQUENCE_FIELDS else responses).of(packed)
     if batch.advantages is not None:
         tensors["token_level_scores"] = tensors["token_level_rewards"] = tensors["rm_scores"]
     labels = {
@@ -94,14 +80,11 @@ def to_data_proto(batch: PackedBatch, **options: Any) -> Any:
     return DataProto.from_dict(**to_data_proto_dict(batch, **options))
 
 
-def to_tensordict(batch: PackedBatch, *, scores: Place = "turns") -> Any:
+def to_tensordict(batch: PackedBatch, *, scores: layout.Place = "turns") -> Any:
     """Return the ``TensorDict`` without padding that verl's V1 trainer passes around.
 
-    Tensors are jagged ones of ``torch.nested``, a row for each sequence; nothing is shifted.
-    ``to_padded_tensor`` pads to the longest row. verl's ``ppo_loss`` also needs ``old_log_probs``:
-    an extra field of that name or the actor's result.
-
-    Keys, dtypes and shapes are those of ``docs/formats/verl.md``.
+    Tensors are jagged ones of ``torch.nested``, a row for each sequence. verl's ``ppo_loss`` also
+    needs ``old_log_probs``: an extra field of that name or the actor's result.
 
     Raises:
         ValueError: As in all formats, and if the batch is empty, which no jagged tensor can be.
@@ -109,44 +92,83 @@ def to_tensordict(batch: PackedBatch, *, scores: Place = "turns") -> Any:
     require("tensordict")
     from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-    check_whole("to_tensordict", batch)
+    layout.check_whole("to_tensordict", batch)
     if not len(batch):
         raise ValueError("to_tensordict: the batch is empty, which a jagged tensor cannot be")
-    prompts = prompt_lengths_of(batch)
-    offsets = batch.cu_seqlens.long()
-    responses = offsets.diff() - prompts
-    ends = torch.nn.functional.pad(responses.cumsum(0), (1, 0))
-    is_response = in_response(batch, prompts)
-    response, prompt = is_response.nonzero()[:, 0], (~is_response).nonzero()[:, 0]
+    prompts = layout.prompt_lengths_of(batch).tolist()
+    responses = [length - prompt for length, prompt in zip(batch.seqlens, prompts, strict=True)]
+    pieces = [size for sizes in zip(prompts, responses, strict=True) for size in sizes]
 
-    def jagged(offsets: torch.Tensor, lengths: Sequence[int]) -> Any:
+    def jagged(lengths: Sequence[int]) -> Any:
         # without its longest row a tensor would be padded to the tokens of all rows
         return partial(
             torch.nested.nested_tensor_from_jagged,
-            offsets=offsets,
+            offsets=torch.tensor([0, *lengths]).cumsum(0).to(batch.device),
             min_seqlen=min(lengths),
             max_seqlen=max(lengths),
         )
 
-    response_lengths = responses.tolist()
-    of_sequences, of_responses = jagged(offsets, batch.seqlens), jagged(ends, response_lengths)
+    def part(packed: torch.Tensor, first: int) -> torch.Tensor:
+        return torch.cat(packed.split(pieces)[first::2])
+
+    of_sequences, of_responses = jagged(batch.seqlens), jagged(responses)
     fields = {
         "input_ids": of_sequences(batch.input_ids),
         "position_ids": of_sequences(batch.position_ids),
-        "prompts": jagged(offsets - ends, prompts.tolist())(batch.input_ids[prompt]),
-        "responses": of_responses(batch.input_ids[response]),
+        "prompts": jagged(prompts)(part(batch.input_ids, 0)),
+        "responses": of_responses(part(batch.input_ids, 1)),
     }
     for key, packed in _fields(batch, scores).items():
-        whole = key in WHOLE_SEQUENCE_FIELDS
-        fields[key] = of_sequences(packed) if whole else of_responses(packed[response])
+        whole = key in reading.WHOLE_SEQUENCE_FIELDS
+        fields[key] = of_sequences(packed) if whole else of_responses(part(packed, 1))
     fields["loss_mask"] = fields["response_mask"]
     found = TensorDict(fields, batch_size=[len(batch)])
     found["max_seq_len"] = NonTensorData(batch.max_seqlen)
-    found["max_response_len"] = NonTensorData(max(response_lengths))
+    found["max_response_len"] = NonTensorData(max(responses))
     for key, values in _labels(batch).items():
         stack = NonTensorStack.from_list([NonTensorData(value) for value in values])
         found[key.strip("_")] = stack
     return found
+
+
+def to_agent_loop_outputs(batch: PackedBatch) -> list[list[dict[str, Any]]]:
+    """Return the fields of an ``AgentLoopOutput`` for each sequence: a list for each trajectory.
+
+    Of a trajectory whose history was rewritten the list has several, as verl's V1 trainer takes
+    them. All have the trajectory's reward, as verl's own copies of it. verl refuses an output
+    without ``metrics``, which are the caller's. Not carried: rewards of single turns.
+
+    Example:
+        >>> from trajpack import Trajectory, Turn, pack
+        >>> ((output,),) = to_agent_loop_outputs(pack([Trajectory("a", [Turn([1], [2], [-1.0])])]))
+        >>> output["response_ids"], output["num_turns"]
+        ([2], 2)
+    """
+    op = "to_agent_loop_outputs"
+    rows = layout.RowLists(op, batch)
+    layout.check_fields(op, batch, reading.WHOLE_SEQUENCE_FIELDS)
+    labels, rewards = _labels(batch), layout.row_scores(batch).tolist()
+    whole = {
+        name: batch.fields[name].cpu().split(batch.seqlens)
+        for name in sorted(reading.WHOLE_SEQUENCE_FIELDS & set(batch.fields))
+    }
+    columns = {
+        "prompt_ids": rows.prompts(batch.input_ids),
+        "response_ids": rows.responses(batch.input_ids),
+        "response_mask": rows.responses(batch.loss_mask.long()),
+        "response_logprobs": rows.responses(batch.rollout_logprobs),
+        "reward_score": rewards,
+        "num_turns": labels["__num_turns__"],
+    }
+    sessions: list[list[dict[str, Any]]] = [[] for _ in batch.ids]
+    for row, trajectory in enumerate(rows.trajectories):
+        output = {key: values[row] for key, values in columns.items()}
+        extra = {key: labels[key][row] for key in ("min_global_steps", "max_global_steps")}
+        extra |= {name: pieces[row] for name, pieces in whole.items()}
+        routes = extra.pop("routed_experts", None)
+        output["routed_experts"] = None if routes is None else routes.numpy()
+        sessions[trajectory].append(output | {"extra_fields": extra})
+    return sessions
 
 
 def from_data_proto(
@@ -182,24 +204,26 @@ def from_data_proto(
         expected = "token_level_scores or rm_scores"
         reward = reading.reward_or_missing(op, None, missing_reward, expected=expected)
     in_prompt, in_response = np.split(arrays["attention_mask"] != 0, [num_prompt], axis=1)
-    sessions: dict[tuple[str, str | None], list[dict[str, Any]]] = {}
-    for row, name in enumerate(reading.row_ids(op, ids, uids)):
-        of, group = in_response[row], None if uids[row] is None else str(uids[row])
-        rows = sessions.setdefault((name, group), [])
-        for before in rows:  # their rewards are copies
-            before |= {"token_rewards": None, "reward": 0.0}
-        rows.append(
-            {
-                "input_ids": arrays["responses"][row][of],
-                "mask": arrays["response_mask"][row][of],
-                "logprobs": arrays["rollout_log_probs"][row][of],
-                "prompt_ids": arrays["prompts"][row][in_prompt[row]],
-                "token_rewards": arrays[scores[0]][row][of] if scores else None,
-                "reward": reward,
-                "version_range": _version_range(*(values[row] for values in steps)),
-            }
-        )
-    return [joined_trajectory(*owner, rows) for owner, rows in sessions.items()]
+    rows = [
+        {
+            "input_ids": arrays["responses"][row][of],
+            "mask": arrays["response_mask"][row][of],
+            "logprobs": arrays["rollout_log_probs"][row][of],
+            "prompt_ids": arrays["prompts"][row][in_prompt[row]],
+            "token_rewards": arrays[scores[0]][row][of] if scores else None,
+            "reward": reward,
+            "version_range": _version_range(*(values[row] for values in steps)),
+        }
+        for row, of in enumerate(in_response)
+    ]
+    groups = [None if uid is None else str(uid) for uid in uids]
+    owners = reading.rows_by(zip(reading.row_ids(op, ids, uids), groups, strict=True))
+    for own in owners.values():
+        for row in own[:-1]:  # whose rewards are copies of the last one's
+            rows[row] |= {"token_rewards": None, "reward": 0.0}
+    return [
+        reading.trajectory_of(*owner, [rows[row] for row in own]) for owner, own in owners.items()
+    ]
 
 
 def from_agent_loop_outputs(
@@ -217,12 +241,11 @@ def from_agent_loop_outputs(
     trainer: one trajectory with the turns of all outputs. Its reward is that of the last output;
     verl's copies of it in the other outputs are not counted.
 
-    ``fields`` may be ``"routed_experts"``, ``"teacher_ids"``, ``"teacher_logprobs"``, each with a
-    row for every token of prompt and response: declare the `TokenField` with
-    ``generated_only=False``. Tokens behind the last recorded route get rows of zeros, as in verl.
+    ``fields`` may be those of `WHOLE_SEQUENCE_FIELDS`. Tokens behind the last recorded route get
+    rows of zeros, as in verl.
     """
     op = "from_agent_loop_outputs"
-    reading.check_known_fields(op, fields, WHOLE_SEQUENCE_FIELDS)
+    reading.check_known_fields(op, fields, reading.WHOLE_SEQUENCE_FIELDS)
     sessions = [output if isinstance(output, (list, tuple)) else [output] for output in outputs]
     uids = reading.labels_of(op, "groups", groups, len(sessions))
     found = []
@@ -237,55 +260,50 @@ def from_agent_loop_outputs(
             expected="reward_score",
             of=repr(name),
         )
-        rows = [_output(output, name, fields) for output in given]
+        rows = [_output(f"{op}: {name!r}", output, fields) for output in given]
         rows[-1]["reward"] = reward
-        found.append(joined_trajectory(name, group, rows))
+        found.append(reading.trajectory_of(name, group, rows))
     return found
 
 
-def _output(output: Mapping[str, Any], name: str, fields: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments of `masked_trajectory` for an ``AgentLoopOutput``."""
-    op = "from_agent_loop_outputs"
-    for key in OUTPUT_KEYS:
+def _output(whose: str, output: Mapping[str, Any], fields: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments of `turns_of` for an ``AgentLoopOutput``."""
+    for key in OUTPUT_KEYS.values():
         if output.get(key) is None:
-            raise ValueError(f"{op}: {name!r} has no {key}")
-    extra = output.get("extra_fields") or {}
-    media = output.get("multi_modal_data") or {}
-    keys = {key: key for key in sorted(WHOLE_SEQUENCE_FIELDS)}
+            raise ValueError(f"{whose} has no {key}")
+    extra, media = output.get("extra_fields") or {}, output.get("multi_modal_data") or {}
+    keys = {key: key for key in sorted(reading.WHOLE_SEQUENCE_FIELDS)}
     given = {key: extra.get(key) for key in keys}
     given["routed_experts"] = output.get("routed_experts")
-    whose = f"{op}: {name!r}"
     reading.check_carried(whose, {**media, **given}, fields=fields, keys=keys, refused=media)
     rows = {key: host_array(given[key]) for key in fields}
-    if "routed_experts" in rows:  # fewer than tokens: followed by zeros, as in verl
+    if "routed_experts" in rows:
         length = len(output["prompt_ids"]) + len(output["response_ids"])
         rows["routed_experts"] = reading.filled_up(rows["routed_experts"][:length], length, 0)
-    columns = zip(("prompt_ids", "input_ids", "mask", "logprobs"), OUTPUT_KEYS, strict=True)
     versions = _version_range(extra.get("min_global_steps"), extra.get("max_global_steps"))
-    found = {name: output[key] for name, key in columns}
+    found = {name: output[key] for name, key in OUTPUT_KEYS.items()}
     return found | {"version_range": versions, "fields": rows}
 
 
-def _fields(batch: PackedBatch, scores: Place) -> dict[str, torch.Tensor]:
+def _fields(batch: PackedBatch, scores: layout.Place) -> dict[str, torch.Tensor]:
     """Return verl's fields of responses, as tensors over the batch's tokens."""
     fields = {
         "response_mask": batch.loss_mask.long(),
         "rollout_log_probs": batch.rollout_logprobs,
-        "rm_scores": token_scores(batch, op="to_verl", place=scores),
+        "rm_scores": layout.token_scores(batch, op="to_verl", place=scores),
     }
     if batch.advantages is not None:
         fields |= {"advantages": batch.advantages, "returns": batch.returns}
-    check_field_names("to_verl", batch, {*fields, *OF_ROWS})
-    check_not_ragged("to_verl", batch, batch.fields)
+    layout.check_fields("to_verl", batch, keys={*fields, *OF_ROWS})
     return fields | dict(batch.fields)
 
 
 def _labels(batch: PackedBatch) -> dict[str, list[Any]]:
     """Return verl's labels of rows, which are not tensors."""
-    turns = row_turns(batch)
+    turns = layout.row_turns(batch)
     first, last = batch.turn_version_start.tolist(), batch.turn_version_end.tolist()
     return {
-        "uid": row_groups(batch),
+        "uid": layout.row_groups(batch),
         "__num_turns__": [2 * len(of) for of in turns],
         "min_global_steps": [min(first[turn] for turn in of) for of in turns],
         "max_global_steps": [max(last[turn] for turn in of) for of in turns],

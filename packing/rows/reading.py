@@ -1,18 +1,188 @@
-"""Reading rows of a trainer's rollout: keys, shapes, rewards, names and extra fields.
+"""Reading rows: trajectories of tokens and a mask, as other systems store conversations.
 
-``op`` is the operation that errors name.
+``op`` is the operation that errors name, ``whose`` the trajectory.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from trajpack.packing.conversion import as_number, host_array
+from trajpack.packing.conversion import FLOAT32_MAX, as_ids, as_number, host_array
+from trajpack.packing.ragged import Ragged, part
+from trajpack.packing.types import FloatArray, IntArray, Trajectory, Turn, VersionSpan
+
+WHOLE_SEQUENCE_FIELDS = frozenset({"routed_experts", "teacher_ids", "teacher_logprobs"})
+"""Extra fields with a row for every token, prompts included. Their `TokenField` is declared with
+``generated_only=False``."""
+Owner = TypeVar("Owner", bound=Hashable)
+
+
+def trajectory_of(name: str, group: str | None, rows: Sequence[Mapping[str, Any]]) -> Trajectory:
+    """Return a trajectory with the turns of rows, each the arguments of `turns_of`."""
+    whose = f"trajectory {name!r}:"
+    return Trajectory(name, [turn for row in rows for turn in turns_of(whose, **row)], group)
+
+
+def turns_of(  # noqa: PLR0913 - a keyword for each column
+    whose: str,
+    *,
+    input_ids: IntArray,
+    mask: IntArray,
+    logprobs: FloatArray,
+    prompt_ids: IntArray | None = None,
+    versions: IntArray | None = None,
+    turn_versions: Sequence[int] = (),
+    version_range: tuple[int, int] = (0, 0),
+    turn_ids: IntArray | None = None,
+    reward: float = 0.0,
+    token_rewards: FloatArray | None = None,
+    truncated: bool = False,
+    stop_reason: str | None = None,
+    fields: Mapping[str, Any] | None = None,
+) -> list[Turn]:
+    """Return the turns of a conversation, given as tokens with a mask of the generated ones.
+
+    Each run of generated tokens is a turn, with everything before it as prompt. Consecutive turns
+    without a token between them are one turn, unless `turn_ids` differ or `versions` decrease.
+    Turns that generated nothing and tokens after the last generated one are lost. If nothing was
+    generated at all, it is one turn with an empty completion.
+
+    Arrays are of ``input_ids``; ``prompt_ids`` are tokens before them. Log-probabilities and
+    versions are ignored where nothing was generated. Versions are of tokens, of turns (the least
+    and the greatest for all if there are not as many as turns), or a range for all turns. A turn
+    gets the rewards at its tokens and after the turn before, the last turn those behind it and
+    ``reward``; ``truncated`` and ``stop_reason`` are of the last turn. ``fields`` are ``[tokens,
+    *]`` or `Ragged`; those of `WHOLE_SEQUENCE_FIELDS` have rows of the prompt too.
+
+    Raises:
+        TypeError: If an array has no numbers, or the reward is no number.
+        ValueError: If there are no tokens, lengths differ, the mask has other values than 0 and 1,
+            the first token was generated, or a reward is not finite as float32.
+    """
+    name = "input_ids" if prompt_ids is None else "response_ids"
+    own = ids = as_ids(f"{whose} {name}", input_ids)
+    if prompt_ids is not None:
+        ids = np.concatenate([as_ids(f"{whose} prompt_ids", prompt_ids), own])
+    if not ids.size:
+        raise ValueError(f"{whose} there must be tokens, got none")
+    before = len(ids) - len(own)
+    column = partial(_column, whose, name, len(own))
+    generated = column("mask", mask)
+    _check_all(f"{whose} mask must be 0 or 1", generated, (generated == 0) | (generated == 1))
+    generated = generated == 1
+    at_tokens = None if versions is None else column("versions", versions)
+    numbers = np.zeros(len(own)) if turn_ids is None else column("turn_ids", turn_ids)
+    spans = _spans(generated, numbers, at_tokens)
+    if before + spans[0][0] == 0:
+        raise ValueError(f"{whose} the first token must not be a generated one")
+    if turn_versions:
+        begins = np.diff(generated, prepend=False) & generated
+        if begins.sum() == len(turn_versions):
+            at_tokens = np.array([0, *turn_versions])[begins.cumsum()]
+        version_range = min(turn_versions), max(turn_versions)
+    rows = fields or {}
+    _check_rows(whose, rows, len(own), len(ids))
+    of_logprobs = column("logprobs", logprobs, np.float32)
+    scores = None if token_rewards is None else column("token_rewards", token_rewards, np.float64)
+    rewards = _rewards(whose, [end for _, end in spans], reward, scores)
+    turns = []
+    for (begin, end), of_turn in zip(spans, rewards, strict=True):
+        whole, is_last = (0, before + end), end == spans[-1][1]
+        turn = Turn(
+            prompt_ids=ids[: before + begin],
+            completion_ids=own[begin:end],
+            completion_logprobs=of_logprobs[begin:end],
+            reward=of_turn,
+            truncated=truncated and is_last,
+            stop_reason=stop_reason if is_last else None,
+            fields={
+                field: part(values, *(whole if field in WHOLE_SEQUENCE_FIELDS else (begin, end)))
+                for field, values in rows.items()
+            }
+            or None,
+            **_versions(None if at_tokens is None else at_tokens[begin:end], version_range),
+        )
+        turns.append(turn)
+    return turns
+
+
+def _column(
+    whose: str, of: str, size: int, field: str, values: Any, dtype: Any = None
+) -> npt.NDArray[Any]:
+    """Return an array over ``size`` tokens; ``of`` names the array of their ids."""
+    try:
+        array = host_array(values, dtype)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{whose} {field} must be numbers: {error}") from error
+    if array.shape != (size,):
+        raise ValueError(
+            f"{whose} {field} must have shape {[size]} as {of} have, got {[*array.shape]}"
+        )
+    return array
+
+
+def _check_rows(whose: str, rows: Mapping[str, Any], num_own: int, num_all: int) -> None:
+    """Raise a `ValueError` if a field has not one row for each of its tokens."""
+    for field, values in rows.items():
+        size = num_all if field in WHOLE_SEQUENCE_FIELDS else num_own
+        count = len(values.cu) - 1 if isinstance(values, Ragged) else (*np.shape(values), 0)[0]
+        if count != size:
+            raise ValueError(
+                f"{whose} {field} must have {size} rows, one for each token, got {count}"
+            )
+
+
+def _rewards(
+    whose: str, ends: list[int], reward: float, scores: npt.NDArray[Any] | None
+) -> list[float]:
+    """Return the reward of each turn, of those at tokens and that of the last turn."""
+    rewards = [0.0] * len(ends)
+    if scores is not None and scores.size:
+        finite = np.abs(scores) <= FLOAT32_MAX
+        _check_all(f"{whose} token_rewards must be finite float32", scores, finite)
+        rewards = np.add.reduceat(scores, [0, *ends[:-1]]).tolist()
+    rewards[-1] += as_number(f"{whose} reward", reward)
+    return [as_number(f"{whose} reward", of_turn) for of_turn in rewards]
+
+
+def _check_all(rule: str, values: npt.NDArray[Any], allowed: npt.NDArray[np.bool_]) -> None:
+    """Raise a `ValueError` that names the first value that is not allowed."""
+    if not allowed.all():
+        first = int(allowed.argmin())
+        raise ValueError(f"{rule}, got {values[first]} at index {first}")
+
+
+def _spans(
+    generated: npt.NDArray[Any], turn_ids: npt.NDArray[Any], versions: npt.NDArray[Any] | None
+) -> list[tuple[int, int]]:
+    """Return begin and end of each turn's completion."""
+    parts = (np.diff(generated) != 0) | (np.diff(turn_ids) != 0)
+    if versions is not None:
+        parts |= versions[1:] < versions[:-1]  # np.diff of unsigned ones would not be negative
+    size = len(generated)
+    bounds = pairwise([0, *(np.flatnonzero(parts) + 1).tolist(), size])
+    spans = [(begin, end) for begin, end in bounds if generated[begin:end].any()]
+    return spans or [(size, size)]
+
+
+def _versions(of: npt.NDArray[Any] | None, version_range: tuple[int, int]) -> dict[str, Any]:
+    """Return the arguments of `Turn` for the versions of a completion's tokens."""
+    if of is None or not of.size:
+        return {"version_start": version_range[0], "version_end": version_range[1]}
+    bounds = [0, *(np.flatnonzero(np.diff(of)) + 1).tolist(), len(of)]
+    spans = [VersionSpan(int(of[start]), start, stop) for start, stop in pairwise(bounds)]
+    return {
+        "version_start": int(of[0]),
+        "version_end": int(of[-1]),
+        "version_spans": spans if len(spans) > 1 else None,
+    }
 
 
 def host_arrays(
@@ -64,19 +234,15 @@ def check_carried(
     whose: str,
     row: Mapping[str, Any],
     *,
-    fields: Sequence[str],
+    fields: Sequence[str] = (),
     keys: Mapping[str, str],
     refused: Iterable[str] = (),
 ) -> None:
     """Raise a `ValueError` if a row has data that its trajectory would lose.
 
-    Args:
-        whose: Trajectory or operation that errors name.
-        row: A rollout as the trainer has it.
-        fields: Extra fields that the caller named.
-        keys: Key of the row by the extra field that it becomes. Each must be named if it is
-            there, and be there if it is named. ``routed_experts`` may stay unnamed.
-        refused: Keys that no trajectory can hold, such as images.
+    ``keys`` has the key of the row by the extra field that it becomes: each must be named in
+    ``fields`` if it is there, but ``routed_experts``, and be there if it is named. ``refused`` are
+    keys that no trajectory can hold, such as images.
     """
     for key in refused:
         value = row.get(key)
@@ -100,10 +266,9 @@ def reward_or_missing(
     if reward is not None:
         return reward
     if missing_reward is None:
-        whose = f" of {of}" if of else ""
         raise ValueError(
-            f"{op}: the reward{whose} is missing, expected {expected}; pass missing_reward=0.0 "
-            "to take 0 instead"
+            f"{op}: the reward{' of ' if of else ''}{of} is missing, expected {expected}; pass "
+            "missing_reward=0.0 to take 0 instead"
         )
     return as_number("missing_reward", missing_reward)
 
@@ -144,6 +309,14 @@ def labels_of(
     return given
 
 
+def rows_by(owners: Iterable[Owner]) -> dict[Owner, list[int]]:
+    """Return the indices of each owner's rows, owners in the order of their first row."""
+    found: dict[Owner, list[int]] = {}
+    for row, owner in enumerate(owners):
+        found.setdefault(owner, []).append(row)
+    return found
+
+
 def filled_up(rows: npt.NDArray[Any], length: int, fill: npt.ArrayLike) -> npt.NDArray[Any]:
     """Return ``rows`` followed by as many rows of ``fill`` as ``length`` rows need."""
     behind = (max(length - len(rows), 0), *rows.shape[1:])
@@ -160,3 +333,22 @@ def routes_of_all(name: str, routes: npt.NDArray[Any], length: int) -> npt.NDArr
             f"{name}: routes must be [tokens, layers, k], got shape {list(routes.shape)}"
         )
     return filled_up(routes, length, np.arange(routes.shape[-1]))
+
+
+def as_integers(values: Any) -> npt.NDArray[np.int32]:
+    """Return numbers, or the int32 numbers in a ``bytes`` object, as an int32 array."""
+    numbers = np.frombuffer(values, np.int32) if isinstance(values, bytes) else values
+    return host_array(numbers, np.int32)
+
+
+def mask_of_counts(whose: str, ids: Any, counts: Any) -> Ragged:
+    """Return a sampling mask of `as_integers`: the ids of all tokens, the number of each token's.
+
+    Raises a `ValueError` if counts do not add up to the ids.
+    """
+    ids, counts = as_integers(ids), as_integers(counts)
+    if (counts < 0).any() or counts.sum() != len(ids):
+        raise ValueError(
+            f"{whose}: sampling mask has {len(ids)} tokens, but counts of {counts.sum()}"
+        )
+    return Ragged(np.append(0, counts).cumsum(dtype=np.int64), ids)

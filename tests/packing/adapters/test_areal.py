@@ -22,10 +22,11 @@ ORACLE = Path(__file__).parents[4] / "shared" / "oracles" / "multi_turn_agent.js
 PAD = 99
 
 
-def test_turns_are_counted_from_the_first_of_their_trajectory():
+def test_turns_are_counted_in_their_row():
+    """AReaL refuses a number that is not below the length of the row."""
     turns = to_padded_dict(forked_batch())["turn_ids"].tolist()
-    assert turns[0] == [-1, -1, 0, 0, -1, -1, 3, *[-1] * 5]
-    assert turns[1][:3] == [-1, -1, 2]
+    assert turns[0] == [-1, -1, 0, 0, -1, -1, 1, *[-1] * 5]
+    assert turns[1][:3] == [-1, -1, 0]
     assert turns[2] == [-1] * 12
     assert turns[3] == [-1, -1, 0, -1, -1, 1, 1, -1, -1, 2, 2, 2]
 

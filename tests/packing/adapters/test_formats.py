@@ -352,7 +352,7 @@ REFUSED: dict[Any, list[tuple[Any, dict[str, Any], str]]] = {
         ([SAMPLE | {"response_length": 5}], {}, r"response_length must be in \[0, 4\], got 5"),
         ([SAMPLE | {"reward": {"acc": 1}}], {}, "'4_0': reward must be a number, got dict"),
         ([SAMPLE | {"reward": "1"}], {}, "'4_0': reward must be a number, got str"),
-        ([SAMPLE | {"rollout_log_probs": [-1.0]}], {}, r"logprobs must have shape \[4\]"),
+        ([SAMPLE | {"rollout_log_probs": [-1.0]}], {}, r"logprobs must have shape \[2\]"),
     ],
     slime.from_train_data: [
         (without(TRAIN, "tokens"), {}, r"\['tokens'\] are missing"),
@@ -377,10 +377,10 @@ REFUSED: dict[Any, list[tuple[Any, dict[str, Any], str]]] = {
         ([TITLED | {"mask": [True]}], {}, "trajectory '0': mask must have shape"),
     ],
     skyrl.from_generator_output: [
-        *((without(GENERATED, key), {}, rf"{key}'.* missing") for key in skyrl.NEEDED),
+        *((without(GENERATED, key), {}, rf"{key}'.* missing") for key in skyrl.COLUMNS.values()),
         *(
             (shorter(GENERATED, key), {}, r"must be [12], one for each of response_ids, got [12]")
-            for key in (*skyrl.NEEDED, "rewards", "trajectory_ids", "stop_reasons")
+            for key in (*skyrl.COLUMNS.values(), "rewards", "trajectory_ids", "stop_reasons")
         ),
         (
             GENERATED | {"trajectory_ids": [("a", 0)] * 2},
@@ -409,7 +409,10 @@ REFUSED: dict[Any, list[tuple[Any, dict[str, Any], str]]] = {
         (PROTO | {"non_tensors": {"uid": ["a"]}}, {}, "uid must be 2, one a row, got 1"),
     ],
     verl.from_agent_loop_outputs: [
-        *(([without(OUTPUTS[0], key)], {}, f"'0' has no {key}") for key in verl.OUTPUT_KEYS),
+        *(
+            ([without(OUTPUTS[0], key)], {}, f"'0' has no {key}")
+            for key in verl.OUTPUT_KEYS.values()
+        ),
         ([], {"groups": ["task"]}, "groups must be 0, one a row, got 1"),
         ([[]], {"groups": ["task"]}, "'task_0' is an empty list of outputs"),
         (

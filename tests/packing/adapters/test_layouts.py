@@ -23,7 +23,7 @@ from trajpack.packing.adapters import (
     trl,
     verl,
 )
-from trajpack.packing.rows.rows import row_scores, row_trajectories
+from trajpack.packing.rows.layout import row_scores, row_trajectories
 from trajpack.testing import assert_same_bits, trajectory_lists
 
 PAD = 99

@@ -1,4 +1,5 @@
 import dataclasses
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from tests.packing.adapters.cases import padded, random_batch, some_batch
 from trajpack import TokenField, Trajectory, Turn, pack
 from trajpack.packing.adapters.prime_rl import (
+    from_traces,
     from_training_samples,
     to_micro_batch,
     to_tensor_micro_batch,
@@ -251,3 +253,113 @@ def test_padding_has_no_weight(name):
     (sample,) = to_training_samples(dataclasses.replace(batch, advantages=None))
     assert sample[name] == [1, 3, 4]
     assert sample["advantages"] is None
+
+
+def random_trace(rng, fields=()):
+    """Return a message graph of verifiers: nodes with parents, of which branches are the paths."""
+    nodes = []
+    for index in range(int(rng.integers(2, 12))):
+        sampled = bool(index and rng.random() < 0.6)
+        length = int(rng.integers(1, 5))
+        scaffold = int(rng.integers(0, length + 1)) if sampled else length
+        count = length - scaffold
+        nodes.append(SimpleNamespace(
+            parent=None if not index or rng.random() < 0.1 else int(rng.integers(0, index)),
+            sampled=sampled, token_ids=rng.integers(9, 99, length).tolist(),
+            mask=[False] * scaffold + [True] * count, logprobs=(-rng.random(count)).tolist(),
+            routed_experts=rng.random((length, 2, 8)).argsort(-1)[..., :3].astype(np.uint8),
+            sampling_mask=SimpleNamespace(
+                ids=rng.integers(0, 9, 2 * count, np.int32), counts=np.full(count, 2, np.int32)
+            ) if sampled else None,
+        ))  # fmt: skip
+        if nodes[-1].parent is None:
+            nodes[-1].sampled, nodes[-1].mask = False, [False] * length
+            nodes[-1].logprobs, nodes[-1].sampling_mask = [], None
+    branches = []
+    for leaf in set(range(len(nodes))) - {node.parent for node in nodes}:
+        path, at = [], leaf
+        while at is not None:
+            path.append(nodes[at])
+            at = nodes[at].parent
+        trainable = bool(rng.random() < 0.8)
+        branches.append(
+            SimpleNamespace(nodes=path[::-1], trainable=trainable, multi_modal_data=None)
+        )
+    return SimpleNamespace(
+        id="trace", nodes=nodes, branches=branches, rewards={"right": 1.0}, reward=1.0,
+        is_truncated=True, agent=SimpleNamespace(trainable=True),
+        task=SimpleNamespace(key=None, hash="sums"),
+    )  # fmt: skip
+
+
+def trained_terms(trajectories):
+    """Return context, token and log-probability of every token that is trained."""
+    return sorted(
+        ((*turn.prompt_ids, *turn.completion_ids[:index]), token, logprob)
+        for trajectory in trajectories
+        for turn in trajectory.turns
+        for index, (token, logprob) in enumerate(
+            zip(turn.completion_ids, turn.completion_logprobs, strict=True)
+        )
+    )
+
+
+def test_a_trace_trains_what_prime_rls_samples_of_it_train():
+    rng = np.random.default_rng(6)
+    names = ["routed_experts", "sampling_mask"]
+    fields = [TokenField("routed_experts", torch.uint8, (2, 3), generated_only=False), MASK]
+    for _ in range(60):
+        trace = random_trace(rng)
+        samples, done = [], set()
+        for branch in trace.branches:  # as prime-rl's `iter_trainable_branches`
+            new = [id(node) not in done for node in branch.nodes]
+            done |= {id(node) for node in branch.nodes} if branch.trainable else set()
+            mask = [
+                of and fresh
+                for node, fresh in zip(branch.nodes, new, strict=True)
+                for of in node.mask
+            ]
+            logprobs = np.zeros(len(mask))
+            logprobs[[of for node in branch.nodes for of in node.mask]] = [
+                logprob for node in branch.nodes for logprob in node.logprobs
+            ]
+            if branch.trainable and any(mask):
+                ids = [token for node in branch.nodes for token in node.token_ids]
+                samples.append({"token_ids": ids, "mask": mask, "logprobs": logprobs})
+        back = from_traces([trace], fields=names)
+        assert trained_terms(back) == trained_terms(
+            from_training_samples(samples, missing_reward=0)
+        )
+        for trajectory in back:
+            assert (trajectory.id, trajectory.group, trajectory.turns[-1].truncated) == (
+                "trace",
+                "sums",
+                True,
+            )
+            assert [turn.reward for turn in trajectory.turns][-1] == 1.0
+            assert pack([trajectory], fields=fields).num_generated == len(trained_terms(back))
+
+
+def test_traces_that_cannot_be_read_are_refused():
+    trace = random_trace(np.random.default_rng(2))
+    (node, *_) = [node for node in trace.nodes if node.sampled and any(node.mask)]
+    for change, options, message in (
+        ({"rewards": {"right": None}}, {}, "the reward of trajectory 'trace' is missing"),
+        ({}, {"groups": []}, "groups must be 1, one a row, got 0"),
+        ({}, {"fields": ["values"]}, r"fields must be of \['routed_experts', 'sampling_mask'\]"),
+        ({}, {"fields": []}, "sampling_mask are there: name sampling_mask in fields"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            from_traces(
+                [SimpleNamespace(**vars(trace) | change)], **{"fields": ["sampling_mask"]} | options
+            )
+    assert (
+        from_traces([SimpleNamespace(**vars(trace) | {"agent": SimpleNamespace(trainable=False)})])
+        == []
+    )
+    node.logprobs = [*node.logprobs, 0.0]
+    with pytest.raises(ValueError, match=r"'trace': \d+ values are there for \d+ sampled tokens"):
+        from_traces([trace], fields=["sampling_mask"])
+    trace.branches[0].multi_modal_data = {}
+    with pytest.raises(ValueError, match="'trace': images are there"):
+        from_traces([trace])

@@ -198,3 +198,19 @@ def test_samples_of_tensors_are_taken(container):
     )  # fmt: skip
     (trajectory,) = from_samples([sample])
     assert told_of(trajectory) == [([1, 2], [3, 4], [-1.0, -2.0], 0.5, True)]
+
+
+def test_samples_like_the_one_of_a_rollout_keep_its_task_and_are_siblings():
+    forked = pack(forked_batch().unpack()[:1])
+    task = {"prompt": "1 + 1?", "label": "2", "index": 12, "group_index": 3, "metadata": {"a": 1}}
+    for task_of, rollout in ((task, 12), (task | {"rollout_id": 7}, 7), ({"label": "2"}, 0)):
+        samples = to_samples(forked, like=SimpleNamespace(**task_of, tokens=[], status="pending"))
+        assert len(samples) == 2
+        for plain, sample in zip(to_samples(forked), samples, strict=True):
+            assert sample == plain | task_of | {"rollout_id": rollout}
+        (back,) = from_samples(samples)
+        assert [turn.completion_ids.tolist() for turn in back.turns] == [[3, 4], [7], [6]]
+    with pytest.raises(ValueError, match="must be of one trajectory, got 3"):
+        to_samples(plain_batch(), like=task)
+    with pytest.raises(TypeError, match="like must be a mapping or have attributes, got int"):
+        to_samples(forked, like=3)

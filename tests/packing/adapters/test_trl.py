@@ -7,6 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,12 +15,15 @@ from tests.packing.adapters.cases import (
     FIELDS,
     clipped_loss,
     packed_logprobs,
+    plain_batch,
+    random_batch,
     some_batch,
     some_trajectories,
 )
-from trajpack import GroupEstimator, Trajectory, Turn, pack, plan_micro_batches
+from trajpack import GRPO, GroupEstimator, Trajectory, Turn, pack, plan_micro_batches
 from trajpack.agent import build_tiny_model
 from trajpack.packing.adapters.trl import (
+    from_grpo_inputs,
     to_async_row,
     to_async_samples,
     to_grpo_inputs,
@@ -293,3 +297,48 @@ def test_rows_of_micro_batches_have_the_terms_of_the_batch_and_a_dummy_none(tail
     whole, *parts = terms
     assert sorted(whole) == sorted(term for part in parts for term in part)
     assert [] in parts
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_rows_of_the_dictionary_are_the_sequences_again(level):
+    rng = np.random.default_rng(5)
+    for number in range(20):
+        batch = random_batch(rng)
+        if level == "sequence":
+            batch = dataclasses.replace(batch, advantages=torch.zeros(batch.num_tokens))
+        inputs = to_grpo_inputs(batch, pad_token_id=3, advantages=level)
+        if number % 2:
+            inputs["old_per_token_logps"] = inputs.pop("sampling_per_token_logps")
+        count = len(batch)
+        groups, rewards = [f"task {row % 2}" for row in range(count)], [*map(float, range(count))]
+        back = from_grpo_inputs(inputs, groups=groups, rewards=rewards)
+        again = pack(back)
+        for name in ("loss_mask", "rollout_logprobs", "input_ids"):
+            for row, piece in enumerate(getattr(batch, name).split(batch.seqlens)):
+                found = getattr(again, name).split(again.seqlens)[row]
+                assert torch.equal(found, piece[: len(found)]), name  # up to the last generated
+        assert again.num_generated == batch.num_generated
+        assert [one.group for one in back] == groups
+        assert [one.turns[-1].reward for one in back] == rewards
+
+
+def test_dictionaries_that_cannot_be_read_are_refused():
+    inputs = to_grpo_inputs(plain_batch().with_advantages(GRPO()), pad_token_id=0)
+    for changes, options, message in (
+        ({}, {}, "the reward of row 0 is missing, expected the argument rewards"),
+        ({}, {"rewards": [1.0]}, "rewards must be 3, one a row, got 1"),
+        ({"sampling_per_token_logps": None}, {}, r"\['sampling_per_token_logps'\] are missing"),
+        ({"tool_mask": torch.ones(3, 1)}, {}, r"tool_mask must have shape \[3, 10\], got \[3, 1\]"),
+        ({"prompt_mask": torch.ones(2, 2)}, {}, r"prompt_mask must have shape \[3, 2\]"),
+        ({"pixel_values": torch.ones(1)}, {}, "pixel_values are there, which are not carried"),
+        ({"tool_mask": inputs["tool_mask"] * 0}, {"missing_reward": 0.0}, None),
+    ):
+        if message is None:
+            assert not any(
+                turn.completion_ids.size
+                for one in from_grpo_inputs(inputs | changes, **options)
+                for turn in one.turns
+            )
+            continue
+        with pytest.raises(ValueError, match=message):
+            from_grpo_inputs(inputs | changes, **options)

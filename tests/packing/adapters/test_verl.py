@@ -17,6 +17,7 @@ from trajpack import GRPO, TokenField, Trajectory, Turn, pack
 from trajpack.packing.adapters.verl import (
     from_agent_loop_outputs,
     from_data_proto,
+    to_agent_loop_outputs,
     to_data_proto,
     to_data_proto_dict,
     to_tensordict,
@@ -261,3 +262,38 @@ def test_fields_of_outputs_are_carried_where_they_are_named():
     assert tensors["teacher_ids"][0].tolist() == teacher["teacher_ids"]
     assert tensors["teacher_logprobs"][0].tolist() == teacher["teacher_logprobs"]
     assert tensors["routed_experts"][0].tolist() == [[[0, 1]], [[2, 3]], [[0, 0]]]  # as verl
+
+
+@pytest.mark.parametrize("layout", ["merged", "turns"])
+def test_sequences_of_a_trajectory_are_the_outputs_of_one_session(verl, layout):
+    verl.load("verl")
+    verl.without_init("verl.experimental.agent_loop")
+    with stand_ins("verl.workers.rollout", "verl.utils.dataset", "verl.utils.rollout_trace"):
+        loops = verl.load("verl.experimental.agent_loop.agent_loop")
+    fields = [TokenField("routed_experts", torch.int16, (2, 3), generated_only=False)]
+    rng = np.random.default_rng(4)
+    for _ in range(20):
+        batch = random_batch(rng, layout=layout, fields=fields)
+        sessions = [
+            [
+                loops.AgentLoopOutput(**output, metrics=loops.AgentLoopMetrics())
+                for output in outputs
+            ]
+            for outputs in to_agent_loop_outputs(batch)
+        ]
+        tensors = to_data_proto_dict(batch, scores="last")["tensors"]
+        rows = [output.as_dict() for outputs in sessions for output in outputs]
+        for index, row in enumerate(rows):
+            length = len(row["responses"])
+            for key in ("responses", "response_mask", "rollout_log_probs", "rm_scores"):
+                assert torch.equal(tensors[key][index, :length], row[key]), key
+            mask = tensors["attention_mask"][index].bool()
+            assert torch.equal(tensors["routed_experts"][index][mask], row["routed_experts"])
+        back = from_agent_loop_outputs(sessions, batch.ids, batch.groups, fields=["routed_experts"])
+        again = pack(back, fields=fields, layout=layout)
+        assert [sum(turn.reward for turn in one.turns) for one in back] == pytest.approx(
+            [sum(turn.reward for turn in one.turns) for one in batch.unpack()]
+        )
+        if layout == "merged":
+            for name in ("input_ids", "loss_mask", "rollout_logprobs", "cu_seqlens"):
+                assert torch.equal(getattr(again, name), getattr(batch, name)), name

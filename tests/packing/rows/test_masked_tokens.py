@@ -7,15 +7,16 @@ from hypothesis import given, settings
 
 from tests.packing.adapters.cases import told_of
 from trajpack import pack
-from trajpack.packing.rows.masked_tokens import masked_trajectory
+from trajpack.packing.rows.reading import trajectory_of
 from trajpack.packing.types import VersionSpan
 from trajpack.testing import trajectories
 
 LOGPROBS = (0, -1.0, -2.0, 0, -4.0)
 
 
-def masked(ids=(1, 2, 3, 4, 5), mask=(0, 1, 1, 0, 1), logprobs=LOGPROBS, **more):
-    return masked_trajectory("a", list(ids), list(mask), list(logprobs), **more)
+def masked(ids=(1, 2, 3, 4, 5), mask=(0, 1, 1, 0, 1), logprobs=LOGPROBS, group=None, **more):
+    row = {"input_ids": list(ids), "mask": list(mask), "logprobs": list(logprobs)}
+    return trajectory_of("a", group, [row | more])
 
 
 def completions(trajectory):
@@ -77,23 +78,16 @@ def test_logprobs_are_ignored_where_nothing_was_generated():
 
 @pytest.mark.parametrize("container", [list, np.array, torch.tensor])
 def test_arrays_of_any_kind_are_taken(container):
-    whole = masked_trajectory(
-        "a",
-        container([1, 2]),
-        container([False, True]),
-        container([0.0, -1.0]),
-        token_rewards=container([0.0, 0.5]),
-        versions=container([-1, 2]),
-    )
-    response = masked_trajectory(
-        "a",
-        container([2]),
-        container([1]),
-        container([-1.0]),
-        prompt_ids=container([1]),
-        token_rewards=container([0.5]),
-    )
-    assert told_of(whole) == told_of(response) == [([1], [2], [-1.0], 0.5, False)]
+    whole = {
+        "input_ids": container([1, 2]),
+        "mask": container([False, True]),
+        "logprobs": container([0.0, -1.0]),
+        "token_rewards": container([0.0, 0.5]),
+        "versions": container([-1, 2]),
+    }
+    response = {name: values[1:] for name, values in whole.items()}
+    for row in (whole, response | {"prompt_ids": container([1])}):
+        assert told_of(trajectory_of("a", None, [row])) == [([1], [2], [-1.0], 0.5, False)]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +122,8 @@ def test_any_sequence_of_a_batch_comes_back_up_to_its_last_generated_token(traje
     pieces = (getattr(batch, name).split(batch.seqlens) for name in names)
     for columns in zip(*pieces, strict=True):
         ids, mask, logprobs, of_tokens = columns
-        again = pack([masked_trajectory("again", ids, mask, logprobs, versions=of_tokens)])
+        row = {"input_ids": ids, "mask": mask, "logprobs": logprobs, "versions": of_tokens}
+        again = pack([trajectory_of("again", None, [row])])
         known = int(mask.nonzero().max()) + 1 if mask.any() else len(ids)
         for name, column in zip(names, columns, strict=True):
             assert torch.equal(getattr(again, name), column[:known]), name

@@ -5,11 +5,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.packing.adapters.cases import forked_batch, plain_batch, rows_by_loop
 from trajpack import Trajectory, TrajectoryBuffer, Turn, pack
-from trajpack.packing.rows.rows import (
+from trajpack.packing.rows.layout import (
+    ones_of,
     row_scores,
     row_trajectories,
     row_turns,
-    rows_of,
+    split_rows,
     token_scores,
 )
 from trajpack.testing import trajectory_lists
@@ -19,34 +20,43 @@ layouts = st.sampled_from(["merged", "turns"])
 
 def test_fields_of_any_shape_are_laid_out_and_have_gradients():
     batch = forked_batch()
-    rows = rows_of(batch, max_prompt_length=4)
+    whole, prompts, responses = split_rows(batch, max_prompt_length=4)
     field = torch.arange(2.0 * batch.num_tokens).reshape(-1, 2).requires_grad_()
-    laid_out = rows.whole(field, -1)
+    laid_out, mask = whole.of(field, -1), whole.of(ones_of(batch, torch.bool))
     assert laid_out.shape == (4, 4 + 10, 2)
-    assert torch.equal(laid_out[rows.attention_mask], field)  # rows in order, without padding
-    assert (laid_out[~rows.attention_mask] == -1).all()
-    rows.responses().whole(field).sum().backward()
-    ids = batch.input_ids
-    in_response = torch.zeros(batch.num_tokens, dtype=torch.bool)
-    in_response[rows.responses().tokens[rows.responses().attention_mask]] = True
-    assert rows.prompts().attention_mask.sum() + in_response.sum() == len(ids)
+    assert torch.equal(laid_out[mask], field)  # rows in order, without padding
+    assert (laid_out[~mask] == -1).all()
+    for dtype in (torch.float32, torch.bfloat16, torch.bool):  # without a gradient, by another way
+        expected = laid_out.detach().to(dtype)
+        assert torch.equal(
+            whole.of(field.detach().to(dtype), expected[~mask][0, 0].item()), expected
+        )
+    assert torch.equal(prompts.of(field, -1), laid_out[:, :4])
+    assert torch.equal(responses.of(field, -1), laid_out[:, 4:])
+    responses.of(field).sum().backward()
+    in_response = torch.cat(
+        [
+            torch.arange(length) >= len(row[0])
+            for row, length in zip(rows_by_loop(batch), batch.seqlens, strict=True)
+        ]
+    )
     assert torch.equal(field.grad, in_response[:, None].expand(-1, 2).float())
 
 
 def test_sequences_longer_than_their_row_are_refused():
     batch = plain_batch()
     with pytest.raises(ValueError, match="sequence 0 has 2 tokens, but max_prompt_length is 1"):
-        rows_of(batch, max_prompt_length=1, max_response_length=10)
+        split_rows(batch, max_prompt_length=1, max_response_length=10)
     with pytest.raises(ValueError, match="sequence 2 has 10 tokens, but max_response_length is 5"):
-        rows_of(batch, max_response_length=5)
+        split_rows(batch, max_response_length=5)
     with pytest.raises(TypeError, match=r"max_prompt_length must be an integer, got float"):
-        rows_of(batch, max_prompt_length=2.0)
+        split_rows(batch, max_prompt_length=2.0)
 
 
 def test_with_both_widths_no_value_is_read_back_to_the_host():
     batch = forked_batch().to("meta")
-    rows = rows_of(batch, max_prompt_length=8, max_response_length=12)
-    assert rows.whole(batch.input_ids).shape == (4, 20)
+    whole, *_ = split_rows(batch, max_prompt_length=8, max_response_length=12)
+    assert whole.of(batch.input_ids).shape == (4, 20)
     for place in ("turns", "last"):
         assert token_scores(batch, place=place).shape == (batch.num_tokens,)
     assert row_scores(batch).shape == row_scores(batch, "returns").shape == (4,)
@@ -126,8 +136,8 @@ def test_the_reward_of_a_row_is_at_its_last_token():
 
 def test_an_empty_batch_has_no_rows():
     batch = TrajectoryBuffer().pack()
-    rows = rows_of(batch, max_prompt_length=3, max_response_length=4)
-    assert rows.whole(batch.input_ids).shape == (0, 7)
+    whole, *_ = split_rows(batch, max_prompt_length=3, max_response_length=4)
+    assert whole.of(batch.input_ids).shape == (0, 7)
     assert row_turns(batch) == row_trajectories(batch) == []
     assert row_scores(batch).shape == token_scores(batch).shape == (0,)
     assert token_scores(batch, place="last").shape == (0,)

@@ -87,14 +87,13 @@ def turns_of(  # noqa: PLR0913 - a keyword for each column
         if begins.sum() == len(turn_versions):
             at_tokens = np.array([0, *turn_versions])[begins.cumsum()]
         version_range = min(turn_versions), max(turn_versions)
-    rows = fields or {}
-    _check_rows(whose, rows, len(own), len(ids))
+    rows = _checked_rows(whose, fields or {}, len(own), len(ids))
     of_logprobs = column("logprobs", logprobs, np.float32)
-    scores = None if token_rewards is None else column("token_rewards", token_rewards, np.float64)
-    rewards = _rewards(whose, [end for _, end in spans], reward, scores)
+    scores = () if token_rewards is None else column("token_rewards", token_rewards, np.float64)
+    rewards = _rewards(whose, [end for _, end in spans], reward, np.asarray(scores))
     turns = []
     for (begin, end), of_turn in zip(spans, rewards, strict=True):
-        whole, is_last = (0, before + end), end == spans[-1][1]
+        of_all, is_last = (0, before + end), end == spans[-1][1]
         turn = Turn(
             prompt_ids=ids[: before + begin],
             completion_ids=own[begin:end],
@@ -103,7 +102,7 @@ def turns_of(  # noqa: PLR0913 - a keyword for each column
             truncated=truncated and is_last,
             stop_reason=stop_reason if is_last else None,
             fields={
-                field: part(values, *(whole if field in WHOLE_SEQUENCE_FIELDS else (begin, end)))
+                field: part(values, *(of_all if field in WHOLE_SEQUENCE_FIELDS else (begin, end)))
                 for field, values in rows.items()
             }
             or None,
@@ -128,8 +127,10 @@ def _column(
     return array
 
 
-def _check_rows(whose: str, rows: Mapping[str, Any], num_own: int, num_all: int) -> None:
-    """Raise a `ValueError` if a field has not one row for each of its tokens."""
+def _checked_rows(
+    whose: str, rows: Mapping[str, Any], num_own: int, num_all: int
+) -> Mapping[str, Any]:
+    """Return fields; raise a `ValueError` if one has not a row for each of its tokens."""
     for field, values in rows.items():
         size = num_all if field in WHOLE_SEQUENCE_FIELDS else num_own
         count = len(values.cu) - 1 if isinstance(values, Ragged) else (*np.shape(values), 0)[0]
@@ -137,14 +138,13 @@ def _check_rows(whose: str, rows: Mapping[str, Any], num_own: int, num_all: int)
             raise ValueError(
                 f"{whose} {field} must have {size} rows, one for each token, got {count}"
             )
+    return rows
 
 
-def _rewards(
-    whose: str, ends: list[int], reward: float, scores: npt.NDArray[Any] | None
-) -> list[float]:
+def _rewards(whose: str, ends: list[int], reward: float, scores: npt.NDArray[Any]) -> list[float]:
     """Return the reward of each turn, of those at tokens and that of the last turn."""
     rewards = [0.0] * len(ends)
-    if scores is not None and scores.size:
+    if scores.size:
         finite = np.abs(scores) <= FLOAT32_MAX
         _check_all(f"{whose} token_rewards must be finite float32", scores, finite)
         rewards = np.add.reduceat(scores, [0, *ends[:-1]]).tolist()

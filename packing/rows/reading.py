@@ -67,13 +67,12 @@ def turns_of(  # noqa: PLR0913 - a keyword for each column
             the first token was generated, or a reward is not finite as float32.
     """
     name = "input_ids" if prompt_ids is None else "response_ids"
-    own = ids = as_ids(f"{whose} {name}", input_ids)
-    if prompt_ids is not None:
-        ids = np.concatenate([as_ids(f"{whose} prompt_ids", prompt_ids), own])
+    own = as_ids(f"{whose} {name}", input_ids)
+    prompt = as_ids(f"{whose} prompt_ids", () if prompt_ids is None else prompt_ids)
+    ids = np.concatenate([prompt, own])
     if not ids.size:
         raise ValueError(f"{whose} there must be tokens, got none")
-    before = len(ids) - len(own)
-    column = partial(_column, whose, name, len(own))
+    before, column = len(prompt), partial(_column, whose, name, len(own))
     generated = column("mask", mask)
     _check_all(f"{whose} mask must be 0 or 1", generated, (generated == 0) | (generated == 1))
     generated = generated == 1
@@ -87,10 +86,10 @@ def turns_of(  # noqa: PLR0913 - a keyword for each column
         if begins.sum() == len(turn_versions):
             at_tokens = np.array([0, *turn_versions])[begins.cumsum()]
         version_range = min(turn_versions), max(turn_versions)
-    rows = _checked_rows(whose, fields or {}, len(own), len(ids))
     of_logprobs = column("logprobs", logprobs, np.float32)
     scores = () if token_rewards is None else column("token_rewards", token_rewards, np.float64)
     rewards = _rewards(whose, [end for _, end in spans], reward, np.asarray(scores))
+    rows = _checked_rows(whose, fields or {}, len(own), len(ids))
     turns = []
     for (begin, end), of_turn in zip(spans, rewards, strict=True):
         of_all, is_last = (0, before + end), end == spans[-1][1]

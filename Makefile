@@ -22,7 +22,7 @@ environment:
 	@sh .ci/make-venv '$(PYTHON)' '$(VENV)' '$(if $(filter file,$(origin PYTHON)),,given)'
 
 # exact versions
-$(STAMP): pyproject.toml constraints.txt | environment
+$(STAMP): pyproject.toml constraints.txt $(wildcard setup.py packing/buffer/take.c) | environment
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt pip setuptools
 	@sh .ci/install '$(BIN)/python' dev '$(TORCH_INDEX)'
 	@touch $(STAMP)
@@ -47,7 +47,7 @@ install: $(STAMP) ## Make the virtual environment with everything in it; says ho
 
 .PHONY: clean
 clean: ## Remove what make has made: environment, builds, demonstration, caches
-	rm -rf '$(VENV)' build dist demo src/trajpack.egg-info
+	rm -rf '$(VENV)' build dist demo src/trajpack.egg-info packing/buffer/*.so
 	rm -rf .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find agent benchmarks examples kernels packing src tests -name __pycache__ -prune -exec rm -rf {} +
 
@@ -112,6 +112,14 @@ WORKERS ?= 4
 .PHONY: test
 test: $(TEST_STAMP) ## Run the quicker part of the tests that need no GPU
 	$(BIN)/python -m pytest -q -n $(WORKERS) --timeout 1000 -m "not (gpu or engines or variants or slow)"
+
+# what compiles with the sanitizers must run with their library in the process before Python
+.PHONY: sanitize
+sanitize: $(TEST_STAMP) ## Run the tests of `take` in C with gcc's sanitizers of addresses and of undefined behaviour
+	TAKE_CFLAGS="-g -fsanitize=address,undefined -fno-sanitize-recover=all" \
+		LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+		ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc $(BIN)/python -m pytest -q -n0 --timeout 1000 \
+		tests/packing/buffer/test_take.py tests/packing/buffer/test_filling.py
 
 .PHONY: test-slow
 test-slow: $(TEST_STAMP) ## Run the other tests that need no GPU: slow ones, and further combinations of parameters

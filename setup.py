@@ -1,10 +1,11 @@
-"""Describes the package by the README, and refuses a copy of the source without its links."""
+"""Describes the package by the README, compiles `take.c`, refuses a source without its links."""
 
 import re
+import sysconfig
 import tomllib
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
 
 LAYERS = ("kernels", "packing", "agent")
 
@@ -22,4 +23,18 @@ readme = Path("README.md").read_text(encoding="utf-8")
 for link, view in ((r"(!\[[^]]*\]\()", "raw"), (r"((?<!!)\[[^]]*\]\()", "blob")):
     readme = re.sub(rf"{link}(?!https?:|#)", rf"\1{source}/{view}/main/", readme)
 
-setup(long_description=readme, long_description_content_type="text/markdown")
+# one wheel for 3.11 and later; without a compiler the package is complete too
+take = Extension(
+    "trajpack.packing.buffer.take_c",
+    ["src/trajpack/packing/buffer/take.c"],
+    extra_compile_args=["-O3"],
+    py_limited_api=True,
+    optional=True,
+)
+is_stable = not sysconfig.get_config_var("Py_GIL_DISABLED")  # such a Python has no stable ABI
+setup(
+    long_description=readme,
+    long_description_content_type="text/markdown",
+    ext_modules=[take] if is_stable else [],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}} if is_stable else {},
+)

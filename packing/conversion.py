@@ -18,11 +18,10 @@ INT32_MAX = 2**31 - 1
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 INT32 = np.dtype(np.int32)
 FLOAT32 = np.dtype(np.float32)
-PACKED = {"i": INT32, "f": FLOAT32}
+TINY = 64
+"""Numbers of a list up to which the types of all are looked at, and not of 0 and 1 alone."""
 Typecode: TypeAlias = Literal["i", "f"]
 ARRAYS = (np.ndarray, torch.Tensor, array, memoryview)
-PIECE = 8192
-"""Numbers of a list that are converted at once."""
 
 
 def as_ids(name: str, values: Any) -> npt.NDArray[np.int32]:
@@ -42,6 +41,8 @@ def narrow_ids(name: str, values: Any) -> npt.NDArray[np.int32]:
     """Convert as `as_ids`, without the check for negative int32, which is cheaper in bulk."""
     if type(values) is np.ndarray and values.dtype is INT32 and values.ndim == 1:
         return values
+    if type(values) is list:
+        return _numbers_of(name, values, "i")
     ids = _as_array(name, values, "i")
     if ids.dtype is INT32 or ids.size == 0:
         return ids.astype(np.int32, copy=False)
@@ -65,7 +66,8 @@ def as_logprobs(name: str, values: Any) -> npt.NDArray[np.float32]:
     finite = np.isfinite(narrow)
     if not finite.all():
         where = int(finite.argmin())
-        raise ValueError(f"{name} must be finite float32, got {narrow[where]} at index {where}")
+        got = (values if isinstance(values, list | tuple) else narrow)[where]
+        raise ValueError(f"{name} must be finite float32, got {got} at index {where}")
     return narrow
 
 
@@ -73,6 +75,8 @@ def narrow_logprobs(name: str, values: Any) -> npt.NDArray[np.float32]:
     """Convert as `as_logprobs`, without the check for finite values, which is cheaper in bulk."""
     if type(values) is np.ndarray and values.dtype is FLOAT32 and values.ndim == 1:
         return values
+    if type(values) is list:
+        return _numbers_of(name, values, "f")
     logprobs = _as_array(name, values, "f")
     if logprobs.size and logprobs.dtype.kind not in "fiu":
         raise TypeError(f"{name} must be floats, got {logprobs.dtype}")
@@ -82,6 +86,8 @@ def narrow_logprobs(name: str, values: Any) -> npt.NDArray[np.float32]:
 
 def as_number(name: str, value: Any) -> float:
     """Convert a reward or a discount to a float that is finite as float32 too; True is 1."""
+    if type(value) is float and -FLOAT32_MAX <= value <= FLOAT32_MAX:
+        return value
     if isinstance(value, str) or not hasattr(value, "__float__"):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     try:
@@ -250,37 +256,26 @@ def _as_array(name: str, values: Any, typecode: Typecode) -> npt.NDArray[Any]:
         raise TypeError(f"{name} must be an array or a sequence, got {type(values).__name__}")
     if len(values) > INT32_MAX:
         raise ValueError(f"{name} must have at most {INT32_MAX} entries, got {len(values)}")
-    numbers = values if isinstance(values, (list, tuple)) else list(values)
+    return _numbers_of(name, list(values), typecode)
+
+
+def _numbers_of(name: str, values: list[Any], typecode: Typecode) -> npt.NDArray[Any]:
+    """Return the numbers of a list: `array` rejects those that numpy would round, but no bools."""
     try:
-        return packed_numbers(numbers, typecode)
+        packed = array(typecode, values)
     except NUMBER_ERRORS:
-        _check_each(name, numbers, typecode)
+        _check_each(name, values, typecode)
         raise
+    numbers, suspects = np.array(packed), values
+    if len(values) > TINY:
+        suspects = [values[place] for place in np.flatnonzero((numbers == 0) | (numbers == 1))]
+    if not set(map(type, suspects)) <= {int, float}:
+        _check_each(name, values, typecode)
+    return numbers
 
 
 NUMBER_ERRORS = (struct.error, TypeError, ValueError, OverflowError, RuntimeError)
-"""What `struct` and numbers raise for a wrong number in a list."""
-
-
-def packed_numbers(values: list[Any] | tuple[Any, ...], typecode: Typecode) -> npt.NDArray[Any]:
-    """Convert a list to 4-byte numbers by `struct`, which rejects values that numpy would round.
-
-    It is the fastest conversion of a list if a piece of arguments fits the cache.
-
-    Raises:
-        NUMBER_ERRORS: If an entry is a bool, no number, or does not fit.
-    """
-    numbers: npt.NDArray[Any] = np.empty(len(values), PACKED[typecode])
-    for begin in range(0, len(values), PIECE):
-        piece = values if len(values) <= PIECE else values[begin : begin + PIECE]
-        struct.pack_into(f"{len(piece)}{typecode}", numbers.data, 4 * begin, *piece)
-        written = numbers[begin : begin + PIECE]
-        if np.minimum.reduce(written) <= 1 if typecode == "i" else np.maximum.reduce(written) >= 0:
-            places = np.flatnonzero((written == 0) | (written == 1)).tolist()
-            small = [piece[place] for place in places]  # all that bools can be
-            if not set(map(type, small)) <= {int, float} and any(map(is_bool, small)):
-                raise TypeError("a bool is no number")
-    return numbers
+"""What `array`, `struct` and numbers raise for a wrong number in a list."""
 
 
 def _check_each(name: str, values: Sequence[Any], typecode: Typecode) -> None:

@@ -53,5 +53,3 @@ TURN_FIELDS = (
 """Each has an attribute of `Turn` and one of `PackedBatch`. The buffer's tables, batches, batch
 files, `unpack`, `TrajectoryArrays` (log, Parquet, Ray) and the equality of turns
 loop over this table. Stored files and logs hold the numbers in this order."""
-TYPECODES = {one.attribute: one.numpy_dtype.char.replace("?", "b") for one in TURN_FIELDS}
-"""Type of each field's numbers in an `array.array`, by attribute of `Turn`."""

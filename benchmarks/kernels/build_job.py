@@ -32,7 +32,7 @@ def build_inputs(trajectories):
     """Return what `pack` hands to `build`, in the turns layout."""
     buffer = filled(trajectories)
     known = buffer._tables_of("turns")
-    region = buffer._staging.send(buffer._state.num_words, known.arrays)
+    region = buffer._staging.send(buffer.num_bytes // 4, known.arrays)
     names = ("turn_rewards", "cu_turns", "turn_discounts", "runs")
     rewards, cu_turns, discounts, runs = (region.tables[name] for name in names)
     returns = discounted_returns(rewards, cu_turns, discounts)

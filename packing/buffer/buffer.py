@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterable, Sequence
+from threading import Lock
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from trajpack.kernels.dispatch import Impl, resolve_impl
@@ -18,38 +16,34 @@ from trajpack.kernels.scan.credit_scan import credit_scan
 from trajpack.kernels.scan.scan_inputs import Scan
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.batch.tables import GroupOrder, PackTables
-from trajpack.packing.buffer.chains import (
-    Labels,
-    ValidatedTurns,
-    copy_numbers,
-    labelled,
-    named,
-    validate_turns,
-)
+from trajpack.packing.buffer.chains import Signs
 from trajpack.packing.buffer.staging import DeviceRegion, Staging
+from trajpack.packing.buffer.stored import Columns, Count, Stored
 from trajpack.packing.buffer.tables import (
     BESIDE,
     GROUP_ORDER,
-    Columns,
-    StoredTurns,
     Tables,
     by_field,
     check_layout,
-    columns_of,
     tables_of,
 )
-from trajpack.packing.conversion import INT32_MAX, as_integer
+from trajpack.packing.buffer.take import NOTHING, take
+from trajpack.packing.conversion import as_integer
 from trajpack.packing.layout import Layout
-from trajpack.packing.ragged import concatenated
 from trajpack.packing.token_fields import TokenField, check_fields
 from trajpack.packing.types import Trajectory, several_trajectories
 
 ROUNDING = 0.01
 """Log-probabilities up to this are 0 with the rounding errors of an engine."""
-MOST_LOOKED_AT = 1 << 16
-"""Log-probabilities of a call that are looked at for positive ones."""
-MOST_WAITING = 1024
-"""Calls whose numbers may wait, as Python's, until they become columns."""
+
+
+class Packed(NamedTuple):
+    """Tables of the last pack, and what they are tables of."""
+
+    layout: Layout
+    num_trajectories: int
+    columns: Columns
+    tables: Tables
 
 
 def pack(
@@ -87,55 +81,26 @@ def pack(
         (4, 6)
     """
     buffer = TrajectoryBuffer(device=device, fields=fields)
-    buffer.extend(trajectories)
+    buffer._take(several_trajectories(trajectories))
     return buffer.pack(layout=layout, impl=impl)
 
 
-def _warn_of_positive(logprobs: npt.NDArray[np.float32]) -> None:
-    """Warn if one of the first log-probabilities of a call is positive by more than rounding."""
-    if logprobs[:MOST_LOOKED_AT].max(initial=0.0) > ROUNDING:
-        warnings.warn(
-            "TrajectoryBuffer.extend: completion_logprobs has positive numbers, which are no "
-            "logarithms of probabilities: give the natural logarithm, neither negated nor as a "
-            "probability",
-            stacklevel=5,  # the caller of pack or add; one above that of extend
-        )
-
-
-def _warn_of_breaks(intake: ValidatedTurns) -> None:
-    """Warn of prompts that repeat their history with a few other tokens, or with other rows."""
-    if intake.has_retokenized:
-        warnings.warn(
-            "TrajectoryBuffer.extend: a prompt replaces a few tokens of the completion before it, "
-            "so that a new sequence begins and the history is stored again: if it was built from "
-            "decoded text, build it from the sampled token ids; the report of the batch shows the "
-            "places",
-            stacklevel=4,  # the caller of pack or add; one above that of extend
-        )
-    if intake.contradicted is not None:
-        turn, field = intake.contradicted
-        warnings.warn(
-            f"TrajectoryBuffer.extend: {labelled(intake, turn)}: field {field!r} has other rows "
-            "for tokens of the turns before, so that a new sequence begins and the history is "
-            "stored again: give these tokens the same rows in both turns",
-            stacklevel=4,
-        )
-
-
-class State(NamedTuple):
-    """Content of a buffer. A call replaces it as a whole at its end, so calls are atomic."""
-
-    columns: Columns
-    """Stored turns, but for those that wait."""
-    waiting: tuple[StoredTurns, ...] = ()
-    """Turns of the calls since, that are not in the columns yet."""
-    num_words: int = 0
-    num_tokens: int = 0
-    num_turns: int = 0
-    num_generated: int = 0
-    num_trajectories: int = 0
-    packed: tuple[Layout, Tables] | None = None
-    """Layout that was packed last, and its tables."""
+def _warn(signs: Signs) -> None:
+    """Warn of positive log-probabilities, and of prompts that repeat their history otherwise."""
+    found = {
+        "completion_logprobs has positive numbers, which are no logarithms of probabilities: give "
+        "the natural logarithm, neither negated nor as a probability": signs.largest_logprob
+        > ROUNDING,
+        "a prompt replaces a few tokens of the completion before it, so that a new sequence begins "
+        "and the history is stored again: if it was built from decoded text, build it from the "
+        "sampled token ids; the report of the batch shows the places": signs.has_retokenized,
+        f"{signs.contradicted} has other rows for tokens of the turns before, so that a new "
+        "sequence begins and the history is stored again: give these tokens the same rows in both "
+        "turns": bool(signs.contradicted),
+    }
+    for message, is_so in found.items():
+        if is_so:  # at the line that calls add, extend or pack
+            warnings.warn(f"TrajectoryBuffer.extend: {message}", stacklevel=4)
 
 
 class TrajectoryBuffer:
@@ -173,12 +138,13 @@ class TrajectoryBuffer:
         self.fields = check_fields(fields)
         num_words = 2 * (capacity or 0)  # an id and a log-probability for each token
         self._staging = Staging(self.device, num_words)
-        self._labels = Labels.empty()
-        self._state = State(columns_of((), self.fields))
+        self._stored = Stored.empty(self.fields)
+        self._packed: Packed | None = None
+        self._lock = Lock()
 
     def __len__(self) -> int:
         """Number of stored trajectories."""
-        return self._state.num_trajectories
+        return self._stored.counts[Count.TRAJECTORIES]
 
     def __reduce__(self) -> str:
         raise TypeError(
@@ -196,21 +162,21 @@ class TrajectoryBuffer:
     @property
     def num_tokens(self) -> int:
         """Number of stored tokens, each counted once."""
-        return self._state.num_tokens
+        return self._stored.counts[Count.TOKENS]
 
     @property
     def num_turns(self) -> int:
         """Number of turns of the stored trajectories."""
-        return self._state.num_turns
+        return self._stored.counts[Count.TURNS]
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the stream: 4 a token, 4 more a generated token, and the extra fields."""
-        return 4 * self._state.num_words
+        return 4 * self._stored.counts[Count.WORDS]
 
     def add(self, trajectory: Trajectory) -> None:
         """Check a trajectory and store the new tokens of its turns: `extend` by one."""
-        self.extend((trajectory,))
+        self._take((trajectory,))
 
     def extend(self, trajectories: Iterable[Trajectory]) -> None:
         """Check trajectories and store the new tokens of their turns.
@@ -225,45 +191,20 @@ class TrajectoryBuffer:
                 the given value; no part of the call is stored.
 
         Warns:
-            UserWarning: If one of the call's first 65,536 log-probabilities is above 0.01; if one
-                of its first 4 prompts that break a prefix replaces a few tokens of the completion
-                before it by a few others, as re-tokenized text does; if one of these 4 repeats the
-                tokens before it with other rows of an extra field.
+            UserWarning: If a log-probability of the call is above 0.01; if one of its first 4
+                prompts that break a prefix replaces a few tokens of the completion before it by a
+                few others, as re-tokenized text does; if one of these 4 repeats the tokens before
+                it with other rows of an extra field.
 
         No other thread may write the arrays meanwhile.
         """
-        given = several_trajectories(trajectories)
-        if not given:
-            return
-        intake, state = validate_turns(given, self.fields), self._state
-        if self.capacity is not None and state.num_tokens + intake.num_tokens > self.capacity:
-            raise ValueError(
-                f"{named(intake.labels)} needs {intake.num_tokens} tokens, but "
-                f"{self.capacity - state.num_tokens} of the buffer's {self.capacity} are left; "
-                "pack and clear it, or give it more capacity"
-            )
-        stored, num_words = self._append(intake)
-        if intake.num_breaks:
-            _warn_of_breaks(intake)
-        new = State(
-            state.columns,
-            (*state.waiting, stored),
-            num_words,
-            state.num_tokens + intake.num_tokens,
-            state.num_turns + len(intake.turn_size),
-            state.num_generated + intake.num_generated,
-            state.num_trajectories + len(intake.num_turns),
-        )
-        if len(new.waiting) >= MOST_WAITING:
-            new = self._settled(new)
-        self._labels.extend(intake.labels, state.num_trajectories)
-        self._state = new
+        self._take(several_trajectories(trajectories))
 
     def clear(self) -> None:
         """Remove all trajectories and keep the memory. Packed batches stay valid."""
-        self._labels = Labels.empty()
-        self._state = State(columns_of((), self.fields))
-        self._staging.clear()
+        with self._lock:
+            self._stored, self._packed = Stored.empty(self.fields), None
+            self._staging.clear()
 
     def pack(self, layout: Layout = "merged", impl: Impl = "auto") -> PackedBatch:
         """Return all trajectories as one batch; the buffer keeps them.
@@ -279,70 +220,30 @@ class TrajectoryBuffer:
         """
         check_layout(layout)
         chosen = resolve_impl("pack", impl, self.device)
-        tables = self._tables_of(layout)
-        state = self._state
-        with self._staging.on_device():
-            region = self._staging.send(state.num_words, tables.arrays)
+        with self._lock, self._staging.on_device():
+            tables, counts = self._tables_of(layout), self._stored.counts
+            region = self._staging.send(counts[Count.WORDS], tables.arrays)
             columns = write_batch(region, tables, self.fields, chosen)
-        columns |= {"layout": layout, "num_generated": state.num_generated}
-        return PackedBatch(**columns, **self._labels.as_tuples(state.num_trajectories))
+            columns |= self._stored.labels.as_tuples(counts[Count.TRAJECTORIES])
+            columns |= {"layout": layout, "num_generated": counts[Count.GENERATED]}
+        return PackedBatch(**columns)
 
-    def _append(self, intake: ValidatedTurns) -> tuple[StoredTurns, int]:
-        """Append turns to the stream; return their positions and the new end."""
-        used = self._state.num_words
-        logprobs = used + intake.num_tokens
-        end = logprobs + intake.num_generated
-        rows, of_turns = list[int](), list[npt.NDArray[np.int64]]()
-        blocks = list[tuple[int, list[npt.NDArray[Any]]]]()
-        for field, given in zip(self.fields, intake.rows, strict=True):
-            begin, pieces = -(-end // 4) * 4, given  # a multiple of 16 bytes
-            if field.ragged:
-                cu, values = concatenated(given)
-                without = np.append(0, (np.diff(cu) == 0).cumsum(dtype=np.int64))
-                bounds = np.append(0, np.array(intake.turn_size, np.int64).cumsum())
-                of_turns += [np.diff(cu[bounds]), np.diff(without[bounds])]
-                unit = math.lcm(4, field.value_bytes) // 4  # words
-                place = -(-(begin + 2 * (len(cu) - 1)) // unit) * unit
-                first = cu + 4 * place // field.value_bytes
-                if first[-1] > INT32_MAX:
-                    raise ValueError(f"field {field.name!r} must have its values in {INT32_MAX}")
-                pieces = [np.stack([first[:-1], np.diff(cu)], 1).astype(np.int32).view(np.uint8)]
-                end = place + -(-values.size // (4 * unit)) * unit
-                blocks.append((place, [values.reshape(-1)]))
-            else:
-                end = begin + -(-sum(piece.nbytes for piece in pieces) // 4)
-            rows.append(4 * begin)
-            blocks.append((begin, [piece.reshape(-1) for piece in pieces]))
-        if end > INT32_MAX:
-            raise ValueError(f"a buffer holds at most {INT32_MAX} words, this one needs {end}")
-        stream = self._staging.reserve(end, used)
-        floats = stream[logprobs : logprobs + intake.num_generated].view(np.float32)
-        copy_numbers(intake, stream[used:logprobs], floats)
-        _warn_of_positive(floats)
-        for begin, flat in blocks:
-            size = sum(piece.size for piece in flat)
-            np.concatenate(flat, out=stream.view(np.uint8)[4 * begin : 4 * begin + size])
-        intake.rows = []  # releases the caller's arrays
-        return StoredTurns(intake, used, logprobs, tuple(rows), tuple(of_turns)), end
+    def _take(self, trajectories: tuple[Trajectory, ...]) -> None:
+        if not trajectories:
+            return
+        with self._lock:
+            signs = take(self._stored, self._staging, trajectories, self.fields, self.capacity)
+        if signs is not NOTHING:
+            _warn(signs)
 
     def _tables_of(self, layout: Layout) -> Tables:
         """Return the tables of the content, which stay until it changes."""
-        packed = self._state.packed
-        if packed is None or packed[0] != layout:
-            state = self._settled(self._state)
-            packed = (
-                layout,
-                tables_of(state.columns, self._labels, self.fields, layout),
-            )
-            self._state = state._replace(packed=packed)
-        return packed[1]
-
-    def _settled(self, state: State) -> State:
-        """Turn the numbers that wait into columns."""
-        if not state.waiting:
-            return state
-        columns = state.columns.extended(columns_of(state.waiting, self.fields))
-        return state._replace(columns=columns, waiting=())
+        stored, packed = self._stored, self._packed
+        if packed is None or packed[:2] != (layout, len(self)):
+            columns = stored.columns()
+            tables = tables_of(columns, stored.labels, self.fields, layout)
+            self._packed = packed = Packed(layout, len(self), columns, tables)
+        return packed.tables
 
 
 def returns_of_turns(region: DeviceRegion, most_turns: int, impl: Impl) -> torch.Tensor:

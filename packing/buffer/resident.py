@@ -12,7 +12,8 @@ from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.buffer.buffer import write_batch
 from trajpack.packing.buffer.chains import ValidatedTurns, checked_labels, located, take_numbers
 from trajpack.packing.buffer.staging import Staging
-from trajpack.packing.buffer.tables import StoredTurns, check_layout, columns_of, tables_of
+from trajpack.packing.buffer.stored import Stored
+from trajpack.packing.buffer.tables import check_layout, tables_of
 from trajpack.packing.conversion import INT32_MAX, check_memory
 from trajpack.packing.layout import Layout
 from trajpack.packing.types import Trajectory, Turn, several_trajectories
@@ -53,8 +54,9 @@ def pack_resident(
     num_words = intake.num_tokens + intake.num_generated
     if num_words > INT32_MAX:
         raise ValueError(f"a batch holds at most {INT32_MAX} words, this one needs {num_words}")
-    columns = columns_of([StoredTurns(intake, 0, intake.num_tokens, ())], ())
-    tables, staging = tables_of(columns, intake.labels, (), layout), Staging(device)
+    stored, staging = Stored.empty(), Staging(device)
+    stored.append(intake.new, intake.num_tokens, num_words)
+    tables = tables_of(stored.columns(), stored.labels, (), layout)
     with staging.on_device():
         region = staging.send(0, tables.arrays)
         if given:
@@ -62,32 +64,32 @@ def pack_resident(
             region = region._replace(stream=torch.cat([torch.cat(intake.ids).int(), logprobs]))
         batch = write_batch(region, tables, (), chosen)
     batch |= {"layout": layout, "num_generated": intake.num_generated}
-    return PackedBatch(**batch, **intake.labels.as_tuples())
+    return PackedBatch(**batch, **stored.labels.as_tuples())
 
 
 def _take_in(trajectories: Sequence[Trajectory], layout: Layout) -> ValidatedTurns:
     """Check everything except the values; return columns, with tensors in the stream's order."""
-    intake = ValidatedTurns(())
+    intake = ValidatedTurns()
+    new = intake.new
     for trajectory in trajectories:
         index, tips = -1, list[tuple[torch.Tensor, torch.Tensor]]()
         try:
-            intake.labels.append(*checked_labels(trajectory))
+            new.labels.append(*checked_labels(trajectory))
             for index, turn in enumerate(trajectory.turns):  # noqa: B007 - for the error
                 prompt, completion, logprobs = _tensors(turn, intake.logprobs)
-                take_numbers(intake, turn, len(prompt), len(completion))
                 if layout == "merged" and tips and len(prompt) >= sum(map(len, tips[-1])):
                     tips[-1] = prompt, completion
                 else:
                     tips.append((prompt, completion))
-                intake.turn_chain.append(len(intake.chain_sizes) + len(tips) - 1)
+                chain = len(new.chain_sizes) + len(tips) - 1
+                take_numbers(intake, turn, chain, (len(prompt), len(completion)))
                 intake.logprobs.append(logprobs)
         except (TypeError, ValueError) as error:
             raise located(error, trajectory, index) from error.__cause__
-        intake.num_turns.append(index + 1)
+        new.num_turns.append(index + 1)
         for tip in tips:
-            intake.chain_sizes.append(sum(map(len, tip)))
+            new.chain_sizes.append(sum(map(len, tip)))
             intake.ids += tip
-    intake.num_tokens, intake.num_generated = sum(intake.chain_sizes), sum(intake.turn_size)
     return intake
 
 

@@ -14,6 +14,7 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 
 ALIGNMENT = 4
 """Words: each table begins at a multiple of 16 bytes, which the kernels are compiled for."""
+CLOSED: npt.NDArray[np.int32] = np.empty(0, np.int32)
 
 
 class HostRegion:
@@ -53,6 +54,8 @@ class Staging:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         self.region = self._allocate(num_words)
+        self.stream = self.region.stream
+        """Stream where it may be written at once; empty where it is to be reserved first."""
         self._spare: HostRegion | None = None
         self._captured: list[HostRegion] = []
 
@@ -69,12 +72,13 @@ class Staging:
             larger.stream[:words_used] = region.stream[:words_used]
             self.region = larger
         self.region.tables = None
-        return self.region.stream
+        self.stream = self.region.stream
+        return self.stream
 
     def clear(self) -> None:
         """Keep the memory; switch regions if the current one is in flight."""
         region, spare = self.region, self._spare
-        region.tables = None
+        region.tables, self.stream = None, CLOSED
         if region.copies or region.captured:
             if spare is None or len(spare.stream) < len(region.stream):
                 spare = self._allocate(len(region.stream))
@@ -100,7 +104,7 @@ class Staging:
                 begin = 4 * places[name]
                 memory[begin : begin + table.nbytes] = table.reshape(-1).view(np.uint8)
             self.region.tables = tables
-        region = self.region
+        region, self.stream = self.region, CLOSED
         arena = region.words[:end].to(self.device, non_blocking=True)
         if self.device.type == "cuda":
             if not torch.cuda.is_current_stream_capturing():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -10,12 +10,11 @@ import numpy.typing as npt
 
 from trajpack.kernels.runs import MAX_TOKENS, RUN_WIDTH, Run
 from trajpack.packing.batch.tables import Longest
-from trajpack.packing.buffer.chains import Labels, ValidatedTurns
+from trajpack.packing.buffer.stored import Columns, Ints, Labels
 from trajpack.packing.layout import LAYOUTS, Layout
 from trajpack.packing.token_fields import TokenField
 from trajpack.packing.turn_fields import TURN_FIELDS
 
-Ints: TypeAlias = npt.NDArray[np.int64]
 Words: TypeAlias = npt.NDArray[np.int32]
 
 ATTRIBUTES = {field.attribute: field for field in TURN_FIELDS}
@@ -30,111 +29,6 @@ GROUP_ORDER = {
 """Table of each field of `GroupOrder`."""
 BESIDE = frozenset(("runs", "field_sources", "turn_discounts", "cu_new", *GROUP_ORDER.values()))
 """Tables that are no fields of a batch."""
-
-
-class StoredTurns(NamedTuple):
-    """Validated turns of one call, and their positions in the stream."""
-
-    intake: ValidatedTurns
-    ids: int
-    """Word of its first token."""
-    logprobs: int
-    """Word of its first log-probability."""
-    rows: tuple[int, ...]
-    """Byte of the first row of each extra field."""
-    values: tuple[Ints, ...] = ()
-    """Two numbers of each turn for each ragged field: values, and tokens without values."""
-
-
-class Columns(NamedTuple):
-    """Stored turns of all calls, without their tokens: int64 arrays but for `numbers`."""
-
-    num_turns: Ints
-    """Turns of each trajectory."""
-    chain_sizes: Ints
-    """Tokens of each chain."""
-    sources: Ints
-    """Word of the first token of each chain."""
-    chains: Ints
-    """Chain of each turn."""
-    begins: Ints
-    """Prompt tokens of each turn."""
-    sizes: Ints
-    """Completion tokens of each turn."""
-    logprobs: Ints
-    """Word of the first log-probability of each turn."""
-    numbers: tuple[npt.NDArray[Any], ...]
-    """`TURN_FIELDS` of each turn."""
-    spans: Ints
-    """``[any, 4]``: turn, version, and the part of the completion that the version sampled; of the
-    turns that several versions sampled."""
-    rows: tuple[Ints, ...]
-    """Byte of the first row of each extra field: of each turn if only generated tokens have rows,
-    of each chain else."""
-    values: tuple[Ints, ...]
-    """As `StoredTurns.values`."""
-
-    def extended(self, other: Columns) -> Columns:
-        """Return these columns and, behind them, those of later calls."""
-        if not len(self.num_turns):
-            return other
-        later = other._replace(
-            chains=other.chains + len(self.chain_sizes),
-            spans=other.spans + np.array([len(self.sizes), 0, 0, 0]),
-        )
-        return Columns(*map(_joined, self, later))
-
-
-def columns_of(blocks: Sequence[StoredTurns], fields: Sequence[TokenField]) -> Columns:
-    """Return the turns of some calls as columns."""
-    intakes = [block.intake for block in blocks]
-
-    def column(name: str) -> Ints:
-        return np.frombuffer(bytearray().join(getattr(of, name) for of in intakes), np.int64)
-
-    def of_blocks(values: Iterable[int], counts: Ints) -> Ints:
-        return np.fromiter(values, np.int64, len(blocks)).repeat(counts)
-
-    def before(counts: Ints) -> Ints:
-        return counts.cumsum() - counts
-
-    chain_sizes, sizes = column("chain_sizes"), column("turn_size")
-    of_calls = [
-        (len(of.chain_sizes), len(of.turn_size), of.num_tokens, of.num_generated) for of in intakes
-    ]
-    num_chains, num_turns, num_tokens, num_generated = np.array(of_calls, np.int64).reshape(-1, 4).T
-    in_chains = before(chain_sizes) - before(num_tokens).repeat(num_chains)
-    in_turns = before(sizes) - before(num_generated).repeat(num_turns)
-    spans = [
-        (first + turn, *run)
-        for first, intake in zip(before(num_turns).tolist(), intakes, strict=True)
-        for turn, runs in intake.version_runs.items()
-        for run in runs
-    ]
-    rows = []
-    for number, field in enumerate(fields):
-        counts, tokens = (num_turns, in_turns) if field.generated_only else (num_chains, in_chains)
-        first_bytes = of_blocks((block.rows[number] for block in blocks), counts)
-        rows.append(first_bytes + tokens * field.row_bytes)
-    return Columns(
-        num_turns=column("num_turns"),
-        chain_sizes=chain_sizes,
-        sources=in_chains + of_blocks((block.ids for block in blocks), num_chains),
-        chains=column("turn_chain") + before(num_chains).repeat(num_turns),
-        begins=column("turn_begin"),
-        sizes=sizes,
-        logprobs=in_turns + of_blocks((block.logprobs for block in blocks), num_turns),
-        numbers=tuple(
-            np.frombuffer(bytearray().join(of.numbers[name] for of in intakes), field.numpy_dtype)
-            for name, field in ATTRIBUTES.items()
-        ),
-        spans=np.array(spans, np.int64).reshape(-1, 4),
-        rows=tuple(rows),
-        values=tuple(
-            np.concatenate([np.empty(0, np.int64), *(block.values[number] for block in blocks)])
-            for number in range(2 * sum(field.ragged for field in fields))
-        ),
-    )
 
 
 class Spans(NamedTuple):
@@ -191,7 +85,7 @@ class Tables(NamedTuple):
     generated_lens: Ints
     """Generated tokens of the sequences."""
     value_lens: Ints
-    """``[sequences, 2 * ragged fields]``: `StoredTurns.values` of the sequences."""
+    """``[sequences, 2 * ragged fields]``: `Columns.values` of the sequences."""
     num_tokens: int
     num_groups: int
     most_turns: int
@@ -363,13 +257,6 @@ def _by_group(group_ids: Words, num_groups: int, num_turns: Ints) -> dict[str, W
 def cumulative(lengths: npt.NDArray[np.integer[Any]]) -> Words:
     """Return int32 boundaries."""
     return np.append(0, lengths.cumsum()).astype(np.int32)
-
-
-def _joined(first: Any, second: Any) -> Any:
-    """Return two columns as one; of a tuple those of its parts."""
-    if isinstance(first, tuple):
-        return tuple(map(_joined, first, second))
-    return np.concatenate([first, second])
 
 
 def check_layout(layout: str) -> None:

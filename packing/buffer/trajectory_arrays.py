@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
@@ -11,12 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajpack.packing.buffer.chains import Labels, copy_numbers, validate_turns
+from trajpack.packing.buffer.staging import Staging
+from trajpack.packing.buffer.stored import Count, Labels, Stored
+from trajpack.packing.buffer.take import take
 from trajpack.packing.conversion import FLOAT32_MAX, as_version_runs, host_tensor
-from trajpack.packing.ragged import Ragged, concatenated, flattened, part
+from trajpack.packing.ragged import Ragged, flattened, part
 from trajpack.packing.token_fields import TokenField
 from trajpack.packing.turn_fields import TURN_FIELDS
-from trajpack.packing.types import Trajectory, Turn, VersionSpan
+from trajpack.packing.types import Trajectory, Turn, VersionSpan, several_trajectories
 
 U8, I32, F32, F64 = (np.dtype(name) for name in ("u1", "<i4", "<f4", "<f8"))
 INTEGERS = (
@@ -87,28 +89,36 @@ class TrajectoryArrays:
         undeclared: _Undeclared = {}
         if fields is None:
             trajectories, undeclared = _without_fields(trajectories)
-        taken = validate_turns(trajectories, fields or ())
-        tokens, logprobs = np.empty(taken.num_tokens, I32), np.empty(taken.num_generated, F32)
-        copy_numbers(taken, tokens, logprobs)
-        spans = [taken.version_runs.get(turn, ()) for turn in range(len(taken.turn_size))]
-        columns = taken.numbers | {
-            "chain": taken.turn_chain,
-            "begin": taken.turn_begin,
-            "size": taken.turn_size,
-            "num_spans": [len(of_turn) for of_turn in spans],
-        }
+        stored, staging = Stored.empty(fields or ()), Staging(torch.device("cpu"))
+        if given := several_trajectories(trajectories):
+            take(stored, staging, given, fields or ())
+        columns, stream = stored.columns(), staging.region.stream
+        num_tokens, num_words = stored.counts[Count.TOKENS], stored.counts[Count.WORDS]
+        num_generated = stored.counts[Count.GENERATED]
+        of_turns = {
+            "chain": columns.chains,
+            "begin": columns.begins,
+            "size": columns.sizes,
+            "num_spans": np.bincount(columns.spans[:, 0], minlength=len(columns.sizes)),
+        } | dict(zip((one.attribute for one in TURN_FIELDS), columns.numbers, strict=True))
         return cls(
-            labels=taken.labels,
-            num_turns=np.array(taken.num_turns, np.int64),
-            chain_sizes=np.array(taken.chain_sizes, I32),
-            tokens=tokens,
-            turns=np.array([columns[name] for name in INTEGERS], I32).T.copy(),
-            numbers=np.array([columns[name] for name in FLOATS], F64).T.copy(),
-            spans=np.array([span for of_turn in spans for span in of_turn], I32).reshape(-1, 3),
-            logprobs=logprobs,
+            labels=stored.labels,
+            num_turns=columns.num_turns,
+            chain_sizes=columns.chain_sizes.astype(I32),
+            tokens=stream[:num_tokens],
+            turns=np.array([of_turns[name] for name in INTEGERS], I32).T.copy(),
+            numbers=np.array([of_turns[name] for name in FLOATS], F64).T.copy(),
+            spans=columns.spans[:, 1:].astype(I32),
+            logprobs=stream[num_tokens : num_tokens + num_generated].view(F32),
             token_fields=fields or (),
             rows=tuple(
-                np.concatenate([np.empty(0, U8), *_bytes_of(pieces)]) for pieces in taken.rows
+                _rows_in(
+                    stream[:num_words].view(U8),
+                    declared,
+                    first,
+                    num_generated if declared.generated_only else num_tokens,
+                )
+                for declared, first in zip(fields or (), columns.rows, strict=True)
             ),
             undeclared=undeclared,
         )
@@ -293,12 +303,18 @@ def as_tensor(dtype: str, array: npt.NDArray[Any]) -> torch.Tensor:
     return host_tensor(array).view(getattr(torch, dtype))
 
 
-def _bytes_of(pieces: Sequence[Any]) -> list[npt.NDArray[np.uint8]]:
-    """Return the rows of turns or chains as flat bytes; of a ragged field values, then counts."""
-    if not pieces or not isinstance(pieces[0], Ragged):
-        return [piece.reshape(-1) for piece in pieces]
-    cu, values = concatenated(pieces)
-    return [values.reshape(-1), np.diff(cu).astype(I32).view(U8)]
+def _rows_in(
+    stream: npt.NDArray[np.uint8], declared: TokenField, first: npt.NDArray[np.int64], count: int
+) -> npt.NDArray[np.uint8]:
+    """Return the rows of a field of one call as flat bytes; of a ragged one values, then counts."""
+    begin = int(first[0]) if len(first) else 0
+    rows = stream[begin : begin + count * declared.row_bytes]
+    if not declared.ragged:
+        return rows
+    spans = rows.view(I32).reshape(-1, 2)
+    place = int(spans[0, 0]) * declared.value_bytes if count else 0
+    size = int(spans[:, 1].sum(dtype=np.int64)) * declared.value_bytes
+    return np.concatenate([stream[place : place + size], spans[:, 1].copy().view(U8)])
 
 
 def _stored(values: Any) -> _Stored:

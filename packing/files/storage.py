@@ -20,7 +20,7 @@ import torch
 
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.buffer.buffer import pack
-from trajpack.packing.buffer.chains import Labels
+from trajpack.packing.buffer.stored import Labels
 from trajpack.packing.buffer.trajectory_arrays import TrajectoryArrays, as_array, as_tensor
 from trajpack.packing.conversion import shown
 from trajpack.packing.durable_files import remove_leftovers, replacing

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trajpack.packing.buffer.chains import Labels
+from trajpack.packing.buffer.stored import Labels
 from trajpack.packing.buffer.trajectory_arrays import FLOATS, INTEGERS, TrajectoryArrays
 from trajpack.packing.token_fields import TokenField
 

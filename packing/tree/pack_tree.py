@@ -25,7 +25,7 @@ from trajpack.packing.tree.entries import BatchEntries
 from trajpack.packing.tree.nodes import Boundary
 from trajpack.packing.tree.tree_batch import Share, TreeBatch
 from trajpack.packing.tree.trie import Chains, Ints, Rows, Trie, expanded, trie_of, union_of
-from trajpack.packing.types import Trajectory
+from trajpack.packing.types import Trajectory, several_trajectories
 
 TREE_END, PARENT = Run.SEQUENCE, Run.VERSION
 """Columns with another meaning in rows of nodes: the end of the subtrees, and the parent of the
@@ -89,7 +89,7 @@ def pack_tree(
             raise ValueError("device and fields are those of the buffer; leave them out")
         return _tree_of_buffer(trajectories, share, boundary, impl)
     buffer = TrajectoryBuffer(device=device, fields=fields)
-    buffer.extend(trajectories)
+    buffer._take(several_trajectories(trajectories))
     return _tree_of_buffer(buffer, share, boundary, impl)
 
 
@@ -125,12 +125,12 @@ def _tree_of_buffer(
     tables, chains, num_trained = arrange_tree(buffer, duplicate=boundary == "duplicate")
     of_nodes, of_entries = _divided(buffer.fields)
     with buffer._staging.on_device():
-        region = buffer._staging.send(buffer._state.num_words, tables.arrays)
+        region = buffer._staging.send(buffer.num_bytes // 4, tables.arrays)
         columns = write_batch(region, tables, of_entries, chosen)
         nodes = _write_nodes(
             region, chains.trie.num_nodes, of_nodes, columns["turn_returns"], chosen
         )
-    columns |= buffer._labels.as_tuples(len(buffer))
+    columns |= buffer._stored.labels.as_tuples(len(buffer))
     columns |= {
         "node": columns["position_ids"],
         "advantages": None,
@@ -161,7 +161,7 @@ def arrange_tree(
     boundaries of the trees, and the node of the last token of each turn's prompt. With
     ``duplicate`` each node is followed by one token.
     """
-    merged, columns = buffer._tables_of("merged"), buffer._state.columns
+    merged, columns = buffer._tables_of("merged"), buffer._stored.columns()
     spans, (of_nodes, of_entries) = merged.spans, _divided(buffer.fields)
     rows = dict(zip(buffer.fields, zip(columns.rows, merged.rows, strict=True), strict=True))
     words = buffer._staging.region.stream

@@ -7,6 +7,8 @@ import torch
 
 from trajpack import TokenField, Trajectory, TrajectoryBuffer, Turn, pack
 
+pytestmark = pytest.mark.usefixtures("either_take")
+
 
 def trajectory(*logprobs):
     return Trajectory("a", [Turn([1], [2] * len(logprobs), list(logprobs))])

@@ -31,10 +31,8 @@ def assert_same(buffer, layout, kept):
     assert torch.equal(order.turns.long(), batch.group_ids[owners].argsort(stable=True))
 
 
-@pytest.mark.parametrize("settled", [1, 64])
-def test_any_mixture_of_calls_packs_what_one_call_packs(monkeypatch, settled):
-    monkeypatch.setattr(buffer_module, "MOST_WAITING", settled)
-
+@pytest.mark.usefixtures("either_take")
+def test_any_mixture_of_calls_packs_what_one_call_packs():
     @given(drawn=trajectory_lists(max_size=9), choices=st.randoms(use_true_random=True))
     @settings(max_examples=20)
     def check(drawn, choices):
@@ -153,7 +151,7 @@ def test_an_interrupted_change_of_layout_leaves_the_buffer_whole(monkeypatch):
 
             patch.setattr(buffer_module, "tables_of", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                buffer.pack("turns" if buffer._state.packed[0] == "merged" else "merged")
+                buffer.pack("turns" if buffer._packed.layout == "merged" else "merged")
         assert_batches_equal(buffer.pack(layout), expected[layout])
 
 
@@ -163,13 +161,13 @@ def test_a_batch_too_long_for_one_layout_is_packed_in_another(monkeypatch):
     buffer = TrajectoryBuffer(device="cpu")
     buffer.add(Trajectory("a", turns[:1]))
     buffer.pack("turns")
-    monkeypatch.setattr(buffer_module, "MOST_WAITING", 1)
     buffer.add(Trajectory("b", turns))
     with pytest.raises(ValueError, match="layout 'turns' needs"):
         buffer.pack("turns")
     assert buffer.pack("merged").ids == ("a", "b")
 
 
+@pytest.mark.usefixtures("either_take")
 def test_the_callers_arrays_are_not_held():
     prompt = np.arange(1000, dtype=np.int32)
     buffer = TrajectoryBuffer(device="cpu")

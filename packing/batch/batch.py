@@ -14,6 +14,7 @@ from trajpack.packing.batch.breaks import Decode, prefix_breaks
 from trajpack.packing.batch.columns import mapped, turn_ends, with_field
 from trajpack.packing.batch.description import trained_in_words
 from trajpack.packing.batch.tables import PackTables
+from trajpack.packing.batch.unpack import unpack
 from trajpack.packing.credit.loss_weights import (
     importance_weights,
     loss_denominator,
@@ -38,7 +39,6 @@ from trajpack.packing.optional import require
 from trajpack.packing.representation import missing_attribute, public_names
 from trajpack.packing.text import counted
 from trajpack.packing.token_fields import TokenField
-from trajpack.packing.types import Trajectory
 
 if TYPE_CHECKING:
     from trajpack.kernels.dispatch import Impl
@@ -170,6 +170,7 @@ class PackedBatch:
     turn_ends = turn_ends
     with_field = with_field
     prefix_breaks = prefix_breaks
+    unpack = unpack
 
     @property
     def generated(self) -> Generated:
@@ -311,12 +312,6 @@ class PackedBatch:
             max_seqlen=self.max_seqlen,
             mrope=mrope,
         )
-
-    def unpack(self) -> list[Trajectory]:
-        """Return the packed trajectories, equal in every value, in their order."""
-        from trajpack.packing.batch.unpack import unpack  # it imports this class
-
-        return unpack(self)
 
     def with_advantages(  # noqa: PLR0913 - estimators need different tensors
         self,

@@ -34,14 +34,15 @@ def mapped(batch: PackedBatch, change: Callable[[torch.Tensor], torch.Tensor]) -
     return columns
 
 
-def with_field(batch: PackedBatch, field: TokenField, rows: torch.Tensor) -> PackedBatch:
+def with_field(  # noqa: D417 - a method of batches
+    batch: PackedBatch, field: TokenField, rows: torch.Tensor
+) -> PackedBatch:
     """Return the batch with an extra field that was computed after packing.
 
     For instance log-probabilities of a teacher. `trajpack.save` and `unpack` include the field.
     The new batch shares all other tensors.
 
     Args:
-        batch: Batch that gets the field.
         field: Declaration with a new name.
         rows: ``[tokens, *field.shape]`` of ``field.dtype``, on the batch's device. If
             ``field.generated_only``, tokens that were not generated get ``field.fill``.

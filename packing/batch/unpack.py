@@ -10,27 +10,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.ragged import Ragged, part, ragged_rows
 from trajpack.packing.turn_fields import TURN_FIELDS
 from trajpack.packing.types import Trajectory, Turn, VersionSpan
 
 if TYPE_CHECKING:
+    from trajpack.packing.batch.batch import PackedBatch
     from trajpack.packing.tree.entries import BatchEntries
 
 
 def unpack(batch: PackedBatch) -> list[Trajectory]:
-    """Return the trajectories of a batch: the inverse of `trajpack.pack`, bit for bit.
-
-    In every layout a turn's prompt is the tokens of its sequence before its completion.
-
-    Args:
-        batch: Batch as it was packed; a micro-batch is none.
+    """Return the packed trajectories, equal in every value, in their order.
 
     Example:
         >>> from trajpack import Trajectory, Turn, pack
         >>> trajectories = [Trajectory("a", [Turn([1, 2], [3], [-0.5], reward=1.0)])]
-        >>> unpack(pack(trajectories)) == trajectories
+        >>> pack(trajectories).unpack() == trajectories
         True
     """
     first = batch.cu_seqlens[batch.turn_sequence.long()]

@@ -30,7 +30,7 @@ SequenceOf: TypeAlias = Literal["trajectory", "turn", "row"]
 """Unit of a sequence mean, see `PackedBatch.loss_weights`."""
 
 
-def loss_weights(
+def loss_weights(  # noqa: D417 - a method of batches
     batch: Batch,
     aggregation: Aggregation,
     *,
@@ -45,7 +45,6 @@ def loss_weights(
     weight of a token is the same in every layout, bit for bit.
 
     Args:
-        batch: Batch whose tokens are weighed.
         aggregation: ``"token_mean"``, ``"sequence_mean_token_mean"``,
             ``"sequence_mean_token_sum"``, ``"prompt_mean"`` or ``"constant"``.
         per: Unit of a sequence mean: a ``"trajectory"``, a ``"turn"``, or a ``"row"``, which is
@@ -89,7 +88,7 @@ def loss_weights(
     return spread(Turns(batch.turn_ids, batch.tables.runs), weights, impl=chosen)[0]
 
 
-def loss_denominator(
+def loss_denominator(  # noqa: D417 - a method of batches
     batch: Batch,
     aggregation: Aggregation,
     *,
@@ -99,7 +98,6 @@ def loss_denominator(
     """Return this batch's share of the denominator of `loss_weights`.
 
     Args:
-        batch: Batch whose tokens are weighed.
         aggregation: As in `loss_weights`, except ``"constant"``.
         per: As in `loss_weights`.
         truncated: As in `loss_weights`.
@@ -122,7 +120,7 @@ def loss_denominator(
     return denominator_of(counts, places)
 
 
-def importance_weights(
+def importance_weights(  # noqa: D417 - a method of batches
     batch: Batch,
     logprobs: torch.Tensor,
     correction: Correction,
@@ -134,7 +132,6 @@ def importance_weights(
     """Return importance weights of the policy of ``logprobs`` over the sampling policy.
 
     Args:
-        batch: Batch whose tokens are weighed.
         logprobs: float32 ``[tokens]`` of the trained policy before its update.
         correction: Rule for the ratios to `rollout_logprobs`, such as ``Correction.tis(2.0)``.
         per: Segments of ``correction``, if it has any.

@@ -136,8 +136,8 @@ def _pictures(figures: dict[str, Any]) -> Iterator[str]:
     note = "Pairs of a query and a key: by plan_ranks, and if ranks take sequences in order."
     yield _section("Attention cost by rank", note, *charts)
     names = [f"from {edge} tokens" for edge in figures["lengths"]["edges"][:-1]]
-    kinds = {"sequences": "prompt", "completions": "generated"}
-    counts = [[{kind: n} for n in figures["lengths"][name]] for name, kind in kinds.items()]
+    colours = {"sequences": "prompt", "completions": "generated"}
+    counts = [[{kind: n} for n in figures["lengths"][name]] for name, kind in colours.items()]
     note = "Number of sequences, and of completions, by their tokens."
     yield _section("Lengths", note, *[_bars(one, names) for one in counts])
     groups = figures["groups"]
@@ -174,7 +174,7 @@ def _breaks(batch: PackedBatch, decode: Decode | None) -> Iterator[str]:
 
 def _texts(batch: PackedBatch, figures: dict[str, Any], decode: Decode | None) -> Iterator[str]:
     """Yield the trajectories, with their text as far as there is room for it."""
-    room, parts, known = MOST_BYTES, [], dict[int, str]()
+    room, parts, known = MOST_BYTES, list[str](), dict[int, str]()
     bounds = pairwise(batch.cu_turns.tolist())
     for row, (begin, end) in zip(figures["trajectories"]["rows"], bounds, strict=False):
         text = "<p>The text was left out.</p>"

@@ -42,6 +42,16 @@ def same_values(left: Any, right: Any, dtype: npt.DTypeLike | None = None) -> bo
         return bool(np.array_equal(one, other))
 
 
+def same_bytes(one: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8]) -> bool:
+    """Return whether two contiguous arrays hold the same bytes; words are compared fastest."""
+    if one.size != other.size:
+        return False
+    one, other, whole = one.reshape(-1), other.reshape(-1), one.size & -8
+    return np.array_equal(one[whole:], other[whole:]) and np.array_equal(
+        one[:whole].view(np.uint64), other[:whole].view(np.uint64)
+    )
+
+
 def _numbers(turn: Turn) -> tuple[Any, ...]:
     """Return the numbers of a turn, and its versions in their one form."""
     numbers = {one.attribute: one.plain(getattr(turn, one.attribute)) for one in TURN_FIELDS}

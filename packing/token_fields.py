@@ -18,6 +18,7 @@ import torch
 from trajpack.kernels.fields.build import FIELD_DTYPES
 from trajpack.kernels.fields.gather_fields import FieldLayout
 from trajpack.packing.conversion import host_tensor, shown
+from trajpack.packing.equality import same_bytes
 from trajpack.packing.ragged import Ragged, flattened
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -358,10 +359,7 @@ def first_differing(
     ``num_tokens`` are the tokens of the chain.
     """
     for field, mine, theirs in zip(declared, history, rows, strict=True):
-        if not (field.generated_only or field.new_only):
-            one, other = mine.reshape(-1), theirs[:num_tokens].reshape(-1)
-            whole = one.size & -8  # words are compared faster than bytes
-            same = np.array_equal(one[:whole].view(np.uint64), other[:whole].view(np.uint64))
-            if not same or not np.array_equal(one[whole:], other[whole:]):
-                return field.name
+        is_compared = not (field.generated_only or field.new_only)
+        if is_compared and not same_bytes(mine, theirs[:num_tokens]):
+            return field.name
     return ""

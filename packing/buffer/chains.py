@@ -122,7 +122,7 @@ def take_reference(
         begin = -(-end // 4) * 4  # words: a multiple of 16 bytes
         begins.append(4 * begin)
         if declared.ragged:
-            end = _place_ragged(declared, rows, begin, sizes, blocks, values)
+            end = place_ragged(declared, rows, begin, sizes, blocks, values)
         else:
             blocks.append((4 * begin, rows))
             end = begin + -(-sum(piece.nbytes for piece in rows) // 4)
@@ -155,7 +155,7 @@ def _check_numbers(trajectories: Sequence[Trajectory]) -> None:
                 raise located(error, trajectory, index) from error.__cause__
 
 
-def _place_ragged(
+def place_ragged(
     declared: TokenField,
     rows: Sequence[Any],
     begin: int,

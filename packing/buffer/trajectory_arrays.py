@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
+from types import NoneType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -36,6 +37,14 @@ FLOATS = tuple(one.attribute for one in TURN_FIELDS if one.dtype.is_floating_poi
 _PLACES = [(one, (INTEGERS + FLOATS).index(one.attribute)) for one in TURN_FIELDS]
 """Each field of a turn, and its place among all numbers."""
 _WORDS = [(INTEGERS.index(one.attribute), len(one.words)) for one in TURN_FIELDS if one.words]
+_LABEL_KINDS: tuple[tuple[type, ...], ...] = (
+    (str,),
+    (str, NoneType),
+    (int, NoneType),
+    (int, NoneType),
+    (float,),
+    (bool, NoneType),
+)
 _Stored: TypeAlias = tuple[str, npt.NDArray[Any], *tuple[npt.NDArray[Any], ...]]
 _Undeclared: TypeAlias = dict[int, dict[str, _Stored]]
 
@@ -180,38 +189,23 @@ class TrajectoryArrays:
 
     def check(self) -> None:
         """Raise a `ValueError` unless a buffer would take these trajectories."""
-        num_turns, chain_sizes = self.num_turns.tolist(), self.chain_sizes.tolist()
-        numbered = all(len(of) == len(num_turns) for of in self.labels)
-        _require(numbered, "num_turns is not one of each trajectory")
-        _require(min(num_turns, default=1) > 0, "a trajectory has no turns")
-        adds_up = sum(num_turns) == len(self.turns) == len(self.numbers)
+        num_turns, chain_sizes = self.num_turns, self.chain_sizes.astype(np.int64)
+        for name, of, kinds in zip(Labels._fields, self.labels, _LABEL_KINDS, strict=True):
+            wrong = [kind.__name__ for kind in set(map(type, of)) if not issubclass(kind, kinds)]
+            _require(not wrong, f"{name} must not be {', '.join(wrong)}")
+            _require(len(of) == len(num_turns), f"{name} is not one of each trajectory")
+        _require((num_turns > 0).all(), "a trajectory has no turns")
+        adds_up = num_turns.sum() == len(self.turns) == len(self.numbers)
         _require(adds_up, "num_turns does not add up")
-        _require(min(chain_sizes, default=1) > 0, "a chain has no tokens")
-        _require(sum(chain_sizes) == len(self.tokens), "chain_sizes does not add up to the tokens")
-        _require(not self.tokens.size or self.tokens.min() >= 0, "a token id is negative")
+        _require((chain_sizes > 0).all(), "a chain has no tokens")
+        _require(chain_sizes.sum() == len(self.tokens), "chain_sizes does not add up to the tokens")
+        _require(self.tokens.min(initial=0) >= 0, "a token id is negative")
         _require(np.isfinite(self.logprobs).all(), "a log-probability is not finite")
-        for number in (*self.numbers.ravel().tolist(), *self.labels.turn_discounts):
-            _require(abs(number) <= FLOAT32_MAX, "a reward or discount is not finite float32")
-        num_chains, num_generated, num_spans = len(chain_sizes), 0, 0
-        for turn, numbers in enumerate(self.turns.tolist()):
-            chain, begin, size, count, truncated, first, last, *_ = numbers
-            if not (
-                0 <= chain < num_chains
-                and begin > 0 <= size
-                and begin + size <= chain_sizes[chain]
-                and 0 <= truncated <= 1
-                and 0 <= first <= last
-                and count >= 0
-                and all(0 <= numbers[place] < size_of for place, size_of in _WORDS)
-            ):
-                raise ValueError(f"turn {turn} has impossible numbers: {numbers}")
-            num_generated += size
-            if count:
-                spans = self.spans[num_spans : num_spans + count].tolist()
-                as_version_runs(f"turn {turn}: ", spans, first, last, num_tokens=size)
-                num_spans += count
-        _require(num_spans == len(self.spans), "the turns' version spans do not add up")
-        _require(num_generated == len(self.logprobs), "the turns' sizes do not add up")
+        for numbers in (self.numbers, np.array(self.labels.turn_discounts, F64)):
+            _require(
+                (np.abs(numbers) <= FLOAT32_MAX).all(), "a reward or discount is not finite float32"
+            )
+        num_generated = self._check_turns(chain_sizes)
         for declared, raw in zip(self.token_fields, self.rows, strict=True):
             num_rows = num_generated if declared.generated_only else len(self.tokens)
             called, num_bytes = f"field {declared.name!r}", num_rows * declared.value_bytes
@@ -224,6 +218,44 @@ class TrajectoryArrays:
                 num_bytes = int(counts.sum(dtype=np.int64)) * declared.value_bytes
             _require(values.size == num_bytes, f"{called} has {raw.size} bytes")
             _require(declared.dtype != torch.bool or (values < 2).all(), f"{called} is not bool")
+
+    def _check_turns(self, chain_sizes: npt.NDArray[np.int64]) -> int:
+        """Check the numbers of turns, and that they fill their chains; return the sum of sizes."""
+        turns = self.turns.astype(np.int64)
+        chain, begin, size, count, truncated, first, last, *_ = turns.T
+        end = begin + size
+        fits = (chain >= 0) & (chain < len(chain_sizes)) & (begin > 0) & (size >= 0) & (count >= 0)
+        fits &= (truncated >= 0) & (truncated <= 1) & (first >= 0) & (first <= last)
+        for place, num_words in _WORDS:
+            fits &= (turns[:, place] >= 0) & (turns[:, place] < num_words)
+        fits[fits] = end[fits] <= chain_sizes[chain[fits]]
+        if not fits.all():
+            turn = int(fits.argmin())
+            raise ValueError(f"turn {turn} has impossible numbers: {turns[turn].tolist()}")
+        _require(count.sum() == len(self.spans), "the turns' version spans do not add up")
+        _require(size.sum() == len(self.logprobs), "the turns' sizes do not add up")
+        ends_of_spans = count.cumsum()
+        for turn in np.flatnonzero(count).tolist():
+            stop = int(ends_of_spans[turn])
+            spans = self.spans[stop - int(count[turn]) : stop].tolist()
+            versions = int(first[turn]), int(last[turn])
+            as_version_runs(f"turn {turn}: ", spans, *versions, num_tokens=int(size[turn]))
+        owner, order = (
+            np.arange(len(self.num_turns)).repeat(self.num_turns),
+            np.argsort(chain, kind="stable"),
+        )
+        follows = np.diff(chain[order]) == 0
+        before, after = order[:-1][follows], order[1:][follows]
+        filled = order[np.append(~follows, True)[: len(order)]]
+        _require(
+            np.array_equal(chain[filled], np.arange(len(chain_sizes)))
+            and np.array_equal(end[filled], chain_sizes)
+            and (begin[after] >= end[before]).all()
+            and (owner[after] == owner[before]).all()
+            and (np.diff(np.maximum.accumulate(chain), prepend=-1) <= 1).all(),
+            "the turns do not fill their chains in order",
+        )
+        return int(size.sum())
 
     def _arrays(self) -> dict[str, npt.NDArray[Any]]:
         return {name: one for name, one in vars(self).items() if isinstance(one, np.ndarray)}

@@ -7,7 +7,6 @@ import json
 import os
 import stat
 import uuid
-import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,17 +18,17 @@ import numpy.typing as npt
 import torch
 
 from trajpack.packing.batch.batch import PackedBatch
-from trajpack.packing.buffer.buffer import pack
 from trajpack.packing.buffer.stored import Labels
 from trajpack.packing.buffer.trajectory_arrays import TrajectoryArrays, as_array, as_tensor
 from trajpack.packing.conversion import shown
 from trajpack.packing.durable_files import remove_leftovers, replacing
+from trajpack.packing.equality import same_bytes
+from trajpack.packing.files.sources import packed, sources_of
 from trajpack.packing.ragged import compact_fields
 from trajpack.packing.text import one_line
 from trajpack.packing.token_fields import TokenField
 from trajpack.packing.tree.pack_tree import tree_of
 from trajpack.packing.tree.tree_batch import TreeBatch
-from trajpack.packing.types import Trajectory
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -39,9 +38,9 @@ SOURCES = ("num_turns", "chain_sizes", "tokens", "turns", "numbers", "spans", "l
 """Arrays of `TrajectoryArrays` in a file; the rows of extra fields are in it too."""
 ADDED = ("advantages", "metrics")
 """Tensors that a pack does not have."""
-LATER = (*ADDED, "returns", "turn_returns", "loss_mask", "turn_begin")
+LATER = (*ADDED, "returns", "turn_returns", "loss_mask")
 """Tensors in which a batch may differ from a pack of its trajectories. The file holds those that
-do, and so for extra fields. ``turn_begin`` differs if prompts were not compared."""
+do, and so for extra fields."""
 
 
 def save(batch: PackedBatch | TreeBatch, path: str | os.PathLike[str]) -> None:
@@ -82,7 +81,7 @@ def load(path: str | os.PathLike[str]) -> PackedBatch:
 
     Example:
         >>> import tempfile, trajpack
-        >>> batch = pack([trajpack.Trajectory("a", [trajpack.Turn([1, 2], [3], [-0.5])])])
+        >>> batch = trajpack.pack([trajpack.Trajectory("a", [trajpack.Turn([1, 2], [3], [-0.5])])])
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     trajpack.save(batch, f"{folder}/batch.safetensors")
         ...     trajpack.load(f"{folder}/batch.safetensors")
@@ -117,9 +116,9 @@ def _content(batch: PackedBatch | TreeBatch) -> bytes:
         options = {"share": batch.share, "boundary": batch.boundary}
         batch = batch.merged()
     try:
-        trajectories, fields = batch.unpack(), batch.token_fields
-        sources = TrajectoryArrays.of(trajectories, fields)
-        later = _later(batch, _packed(trajectories, batch.layout, fields))
+        sources, fields = sources_of(batch), batch.token_fields
+        sources.check()
+        later = _later(batch, packed(sources, batch.layout))
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"the batch cannot be saved: {error}") from error
     host = {
@@ -157,7 +156,7 @@ def _later(batch: PackedBatch, fresh: PackedBatch) -> Arrays:
         types = [f"{one.dtype} {list(one.shape)}" for one in (expected, tensor)]
         if types[0] != types[1]:
             raise ValueError(f"{name} must be {types[0]}, got {types[1]}")
-        if name in ADDED or not np.array_equal(got, _bits(expected)):
+        if name in ADDED or not same_bytes(got, _bits(expected)):
             if name not in LATER and not name.startswith("fields."):
                 raise ValueError(f"{name} is not what packing the trajectories gives")
             later[name] = got
@@ -182,14 +181,6 @@ def _templates(fresh: PackedBatch, metric_names: Sequence[str]) -> dict[str, tor
 
 def _bits(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     return as_array(tensor)[1].reshape(-1).view(np.uint8)
-
-
-def _packed(
-    trajectories: Sequence[Trajectory], layout: Any, fields: tuple[TokenField, ...]
-) -> PackedBatch:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # they came when the batch was packed
-        return pack(trajectories, layout, "cpu", fields=fields)
 
 
 def _loaded(path: str | os.PathLike[str]) -> tuple[PackedBatch, Mapping[str, Any]]:
@@ -246,7 +237,7 @@ def _batch_of(arrays: Arrays) -> tuple[PackedBatch, Mapping[str, Any]]:
         rows=tuple(arrays[f"rows.{number}"] for number in range(len(fields))),
     )
     sources.check()
-    batch = _packed(sources.trajectories(), host["layout"], fields)
+    batch = packed(sources, host["layout"])
     metric_names = tuple(host["metric_names"])
     templates, later = _templates(batch, metric_names), dict[str, Any]()
     for name in arrays.keys() & templates.keys():

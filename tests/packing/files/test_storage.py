@@ -168,16 +168,25 @@ def test_warnings_came_when_the_batch_was_packed(path: Path) -> None:
         (lambda batch: {"advantages": batch.returns.to_sparse()}, "[sS]parse"),
         (lambda batch: {"fields": {"teacher": batch.returns}}, "fields.teacher is not declared"),
         (lambda batch: {"token_fields": (VALUES,)}, "'values'"),
-        (lambda batch: {"turn_rewards": batch.turn_rewards / 0}, "trajectory 'talk', turn 0: "),
-        (lambda batch: {"input_ids": batch.input_ids - 9}, "turn 0: prompt_ids must be 0 or more"),
-        (lambda batch: {"rollout_logprobs": batch.rollout_logprobs / 0}, "turn 0: completion_log"),
+        (
+            lambda batch: {"turn_rewards": batch.turn_rewards / 0},
+            "a reward or discount is not finite",
+        ),
+        (lambda batch: {"input_ids": batch.input_ids - 9}, "a token id is negative"),
+        (
+            lambda batch: {"rollout_logprobs": batch.rollout_logprobs / 0},
+            "a log-probability is not finite",
+        ),
         (
             lambda batch: {"position_ids": batch.position_ids + 1},
             "position_ids is not what packing the trajectories gives",
         ),
         (lambda batch: {"num_groups": 9}, "num_groups must be 3, got 9"),
-        (lambda batch: {"ids": ("a", "b", "c", 4)}, "id must be a str, got 4"),
-        (lambda batch: {"turn_discounts": (float("nan"),) * 4}, "turn_discount must be finite"),
+        (lambda batch: {"ids": ("a", "b", "c", 4)}, "ids must not be int"),
+        (
+            lambda batch: {"turn_discounts": (float("nan"),) * 4},
+            "a reward or discount is not finite",
+        ),
     ],
 )
 def test_what_could_not_be_loaded_is_not_saved(

@@ -86,6 +86,7 @@ WRONG = [
         ("num_spans", 1),
     )),
     ("turns", with_turn(1, num_spans=2)), ("turns", TURNS[:2]), ("turns", []),
+    ("turns", with_turn(1, begin=5)), ("turns", with_turn(1, chain=1)), ("num_turns", [1, 2]),
     ("num_turns", [2, 2]), ("num_turns", [0, 3]), ("num_turns", [-1, 4]), 
     ("num_turns", []), ("chain_sizes", [-7, 2]), ("chain_sizes", [9, 0]), ("chain_sizes", []),
     ("chain_sizes", [2**31 - 1, 2]), ("tokens", []), ("tokens", [-1] * 9),

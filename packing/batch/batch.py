@@ -341,7 +341,7 @@ class PackedBatch:
                 ``group_ids`` and ``batch`` are this batch's. It gives floats for each trajectory,
                 turn, generated token or token of the batch; where it gives as many as there are
                 generated tokens by chance, `spread` says which are meant. Or these advantages
-                themselves, a tensor.
+                themselves, a tensor. Values are not read: NaN stays NaN.
             values: ``[tokens]`` floats, value of the state before each token: the output of a
                 causal critic one token earlier.
             ref_logprobs: ``[tokens]`` floats of the reference policy, for the penalty ``kl``.

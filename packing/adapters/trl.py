@@ -172,10 +172,9 @@ def to_async_row(
     sequences, in the order of their tokens. A trained token has its own advantage. Of a batch or a
     micro-batch: sequences side by side, TRL's own row for sequences without a common prefix.
 
-    M is the number of generated tokens of a batch, a tree or a micro-batch of trees, and T for
-    another micro-batch, which does not know it; the rest is padding, which the trainer strips.
-    ``num_trained`` is the number of trained tokens of all ranks, one entry; those of this row if
-    ``None``.
+    M is the number of generated tokens. ``token_index`` is -1 at those that are not trained, which
+    the trainer strips. ``num_trained`` is the number of trained tokens of all ranks, one entry;
+    those of this row if ``None``.
 
     Raises:
         ValueError: As in all formats; also if a tree has another ``boundary``, or no nodes.
@@ -184,14 +183,9 @@ def to_async_row(
         return row_of_tree(batch, num_trained)
     places = layout.memory_of(batch).places[None]
     advantages = layout.advantages_of("to_async_row", batch)
-    size = batch.num_generated if isinstance(batch, PackedBatch) else batch.num_tokens
-    trained = torch.nonzero_static(batch.loss_mask, size=size, fill_value=-1)[:, 0]
-    holds = trained >= 0
-    counted = batch.loss_mask.sum() if num_trained is None else num_trained
+    generated = batch.generated
+    counted = generated.loss_mask.sum() if num_trained is None else num_trained
     total = torch.full((1,), float(batch.num_tokens), device=batch.device)
-
-    def of_trained(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.where(holds, tensor[trained], 0)[None]
 
     return {
         "input_ids": batch.input_ids[None],
@@ -201,10 +195,10 @@ def to_async_row(
         "tree_cu_seqlens_q": places,
         "tree_cu_seqlens_k": places,
         "tree_max_seqlens": torch.full((1, 2), batch.max_seqlen, device=batch.device),
-        "token_index": torch.where(holds, trained - 1, -1)[None],
-        "old_log_probs": of_trained(batch.rollout_logprobs),
-        "advantages": of_trained(advantages),
-        "segment_id": of_trained(batch.sequence_ids.long()),
+        "token_index": torch.where(generated.loss_mask, generated.predicted_by, -1)[None],
+        "old_log_probs": generated.rollout_logprobs[None],
+        "advantages": generated.of(advantages)[None],
+        "segment_id": generated.of(batch.sequence_ids.long())[None],
         "attention_mask": torch.ones_like(batch.input_ids)[None],
         "global_n_tokens": counted.reshape(1).float(),
         "global_n_forward_tokens": total,

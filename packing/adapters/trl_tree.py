@@ -81,19 +81,20 @@ def row_of_tree(tree: TreeNodes, num_trained: torch.Tensor | None) -> dict[str, 
     entry = sent(order, tree.device)
     longest = [given["tree_max_seqlen_q"], given["tree_max_seqlen_k"]]
     total = torch.full((1,), float(tree.num_nodes), device=tree.device)
-    counted = torch.full((1,), float(tree.num_entries), device=tree.device)
+    generated = tree.generated
+    counted = generated.loss_mask.sum() if num_trained is None else num_trained
     return {
         "input_ids": tree.input_ids[None],
         "position_ids": tree.position_ids[None],
         "shift_labels": tree.labels()[None],
         **{name: given[name][None] for name in PATHS},
         "tree_max_seqlens": sent(np.array([longest], np.int64), tree.device),
-        "token_index": tree.entry_parent[entry][None],
-        "old_log_probs": tree.rollout_logprobs[entry][None],
-        "advantages": tree.advantages[entry][None],
+        "token_index": torch.where(generated.loss_mask, generated.predicted_by, -1)[entry][None],
+        "old_log_probs": generated.rollout_logprobs[entry][None],
+        "advantages": generated.advantages[entry][None],
         "segment_id": sent(place, tree.device)[None],
         "attention_mask": torch.ones_like(tree.input_ids)[None],
-        "global_n_tokens": counted if num_trained is None else num_trained.reshape(1).float(),
+        "global_n_tokens": counted.reshape(1).float(),
         "global_n_forward_tokens": total,
         "mean_seq_len": total / max(len(tree.chains.trie.order), 1),
     }

@@ -136,9 +136,17 @@ class Scorer(torch.nn.Module):
         return SimpleNamespace(log_probs=chosen, entropy=-(logprobs.exp() * logprobs).sum(-1))
 
 
-def test_the_trainers_loss_and_gradient_are_those_of_separate_sequences(trl, tree_attention):
+@pytest.mark.parametrize("every", [1000, 3], ids=["all", "some are dropped"])
+def test_the_trainers_loss_and_gradient_are_those_of_separate_sequences(trl, tree_attention, every):
     trajectories = branching()
     tree, merged = labelled(trajectories, GRPO()), pack(trajectories).with_advantages(GRPO())
+    tokens = torch.cat([torch.arange(*span) for span in merged.turn_spans.tolist()])
+    dropped = torch.arange(tree.num_entries) % every == 1
+    tree = tree.with_loss_mask(~dropped)
+    merged = merged.with_loss_mask(
+        torch.ones_like(merged.loss_mask).index_fill(0, tokens[dropped], False)
+    )
+    num_trained = int((~dropped).sum())
     assert tree.num_nodes < merged.num_tokens / 2
     model, _ = build_tiny_model(seed=0)
     weights = list(model.parameters())
@@ -151,9 +159,9 @@ def test_the_trainers_loss_and_gradient_are_those_of_separate_sequences(trl, tre
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
     for got, gradient in zip(torch.autograd.grad(loss, weights), want, strict=True):
         torch.testing.assert_close(got, gradient, rtol=1e-3, atol=1e-5)
-    assert state._step_trained_tokens == tree.num_entries
+    assert state._step_trained_tokens == num_trained
     assert state._step_forward_tokens == tree.num_nodes
-    several = to_async_row(tree, num_trained=torch.tensor(2 * tree.num_entries))
+    several = to_async_row(tree, num_trained=torch.tensor(2 * num_trained))
     torch.testing.assert_close(async_loss(trl, Scorer(model), several)[0], loss / 2)
 
 

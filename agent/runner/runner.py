@@ -68,13 +68,13 @@ class RolloutRunner:
             raise TypeError(f"policy must be a RolloutPolicy, got {type(self.policy).__name__}")
         if isinstance(self.finished, str):
             raise TypeError(f"finished must be several names, got {self.finished!r}")
+        require("anyio")
         check_made("engine", self.engine)
         check_made("environment", self.environment)
         if not hasattr(self.engine, "generate"):
             got = type(self.engine).__name__
             wrap = "; wrap it: FunctionEngine(function)" if callable(self.engine) else ""
             raise TypeError(f"engine must have a coroutine generate(request), got {got}{wrap}")
-        require("anyio")
         self.finished = frozenset(self.finished)
         self.run_agent = coroutine_of(self.agent)
         self.sampling = SamplingParams() if self.sampling is None else self.sampling

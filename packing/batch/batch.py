@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from trajpack.packing.batch.breaks import Decode, prefix_breaks
+from trajpack.packing.batch.breaks import prefix_breaks
 from trajpack.packing.batch.columns import mapped, turn_ends, with_field
 from trajpack.packing.batch.description import trained_in_words
+from trajpack.packing.batch.show import show
 from trajpack.packing.batch.tables import PackTables
 from trajpack.packing.batch.unpack import unpack
 from trajpack.packing.credit.loss_weights import (
@@ -35,7 +36,6 @@ from trajpack.packing.micro_batches.generated import Generated, generated_of, wi
 from trajpack.packing.micro_batches.labels import drop, labels, shift
 from trajpack.packing.micro_batches.logprobs import logprobs
 from trajpack.packing.micro_batches.micro_batch import model_inputs, record_storages
-from trajpack.packing.optional import require
 from trajpack.packing.representation import missing_attribute, public_names
 from trajpack.packing.text import counted
 from trajpack.packing.token_fields import TokenField
@@ -43,7 +43,6 @@ from trajpack.packing.token_fields import TokenField
 if TYPE_CHECKING:
     from trajpack.kernels.dispatch import Impl
     from trajpack.kernels.rearrange.select_tokens import Number
-    from trajpack.packing.batch.show import Order
     from trajpack.packing.credit.advantages import Own, Unit
     from trajpack.packing.credit.estimators import Estimator
     from trajpack.packing.micro_batches.micro_batch import MicroBatch
@@ -171,6 +170,7 @@ class PackedBatch:
     with_field = with_field
     prefix_breaks = prefix_breaks
     unpack = unpack
+    show = show
 
     @property
     def generated(self) -> Generated:
@@ -527,37 +527,6 @@ class PackedBatch:
         """
         placed = place_plan(self.host_lengths, plan, alignment)
         return merged(self.host_lengths, placed, outputs, self.device, fill=fill, impl=impl)
-
-    def show(
-        self,
-        sequences: int = 2,
-        *,
-        decode: Decode | None = None,
-        name: str | None = None,
-        group: str | None = None,
-        order: Order = "batch",
-        full: bool = False,
-    ) -> None:
-        """Print counts, some sequences by role, and broken prefixes, as ``trajpack inspect`` does.
-
-        Args:
-            sequences: Sequences to print, with rewards, returns and mean advantages of their turns.
-            decode: Function from token ids to text, such as ``tokenizer.decode``; ``None`` prints
-                the ids.
-            name: Only those of the trajectory with this name.
-            group: Only those of this group.
-            order: ``"batch"``, or ``"best"`` or ``"worst"`` summed rewards first.
-            full: Whether to print all tokens and all breaks; else long spans are cut short.
-
-        Raises:
-            ModuleNotFoundError: If rich, of ``trajpack[cli]``, is not installed.
-            ValueError: If there is no such trajectory, group or order.
-        """
-        require("rich")
-        from trajpack.packing.batch.show import show
-
-        chosen: dict[str, Any] = {"name": name, "group": group, "order": order}
-        show(self, sequences, "PackedBatch", decode=decode, full=full, **chosen)
 
     def _values(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

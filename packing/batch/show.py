@@ -7,10 +7,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import numpy as np
-from rich.console import Console
-from rich.panel import Panel
-from rich.table import Table
-from rich.text import Text
 
 from trajpack.kernels.validation import check_choice, check_integer
 from trajpack.packing.batch.breaks import Decode, break_rows, describe_breaks
@@ -24,9 +20,12 @@ from trajpack.packing.batch.description import (
     token_counts,
     turn_words,
 )
+from trajpack.packing.optional import require
 from trajpack.packing.text import counted, one_line, printable
 
 if TYPE_CHECKING:
+    from rich.panel import Panel
+
     from trajpack.packing.batch.batch import PackedBatch
 
 Order: TypeAlias = Literal["batch", "best", "worst"]
@@ -35,18 +34,34 @@ STYLES: dict[Kind, str] = {"prompt": "cyan", "observation": "yellow", "generated
 _HEAD_TOKENS, _TAIL_TOKENS, _MAX_SPANS = 96, 32, 24
 
 
-def show(
+def show(  # noqa: D417 - a method of batches
     batch: PackedBatch,
-    sequences: int,
-    title: str,
+    sequences: int = 2,
     *,
-    decode: Decode | None,
-    name: str | None,
-    group: str | None,
-    order: Order,
-    full: bool,
+    decode: Decode | None = None,
+    name: str | None = None,
+    group: str | None = None,
+    order: Order = "batch",
+    full: bool = False,
+    title: str = "PackedBatch",
 ) -> None:
-    """Implement `PackedBatch.show`; ``title`` stands above the counts."""
+    """Print counts, some sequences by role, and broken prefixes, as ``trajpack inspect`` does.
+
+    Args:
+        sequences: Sequences to print, with rewards, returns and mean advantages of their turns.
+        decode: Function from token ids to text, such as ``tokenizer.decode``; ``None`` prints
+            the ids.
+        name: Only those of the trajectory with this name.
+        group: Only those of this group.
+        order: ``"batch"``, or ``"best"`` or ``"worst"`` summed rewards first.
+        full: Whether to print all tokens and all breaks; else long spans are cut short.
+        title: Line above the counts.
+
+    Raises:
+        ModuleNotFoundError: If rich, of ``trajpack[cli]``, is not installed.
+        ValueError: If there is no such trajectory, group or order.
+    """
+    require("rich")
     check_integer("show", "sequences", sequences)
     check_choice("show", "order", order, get_args(Order))
     host = batch.to("cpu")
@@ -64,6 +79,10 @@ def show(
 
 def print_table(title: str, rows: Iterable[tuple[str, str]], *others: Panel | str) -> None:
     """Print pairs of a name and a value as a table; then panels, and lines of text."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(title=Text(printable(title)), show_header=False, title_justify="left")
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
@@ -108,6 +127,10 @@ def sequence_panel(
 
     Long spans are shortened, and only the first of many are shown, unless ``full``.
     """
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+
     grid = Table.grid(padding=(0, 1))
     grid.add_column(no_wrap=True, justify="right")
     grid.add_column(no_wrap=True, justify="right", style="dim")

@@ -11,7 +11,6 @@ from trajpack.agent.models.causal_model import load_tokenizer, model_folder, ref
 from trajpack.commands.terminal import say
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.batch.breaks import Decode
-from trajpack.packing.batch.show import show
 from trajpack.packing.files.storage import load
 from trajpack.packing.report.figures import figures_of
 from trajpack.packing.text import counted
@@ -23,7 +22,7 @@ def inspect_file(file: Path, tokenizer: str | None, most: int, **chosen: Any) ->
     if (most and len(batch)) or batch.num_prefix_breaks:
         decode = decoder_of(batch, file.with_suffix(".tokenizer"), tokenizer)
     with refused(""):
-        show(batch, most, file.name, decode=decode, **chosen)
+        batch.show(most, decode=decode, title=file.name, **chosen)
 
 
 def inspect_as_json(file: Path) -> None:

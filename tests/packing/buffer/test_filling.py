@@ -2,8 +2,10 @@
 
 import copy
 import cProfile
+import gc
 import pickle
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -87,6 +89,28 @@ def test_a_host_that_does_more_for_more_would_be_noticed():
     small, large = filled(40), filled(4000)
     few, many = (calls_of(lambda b=b: [b.num_turns for _ in b.pack().ids]) for b in (small, large))
     assert few != many
+
+
+@pytest.mark.parametrize("num_turns", [1, 3])
+@pytest.mark.parametrize("way", ["add", "extend"])
+def test_a_filled_buffer_takes_few_bytes_of_a_turn(way, num_turns):
+    rng = np.random.default_rng(0)
+    sizes = {"num_turns": num_turns, "prompt": (1, 9), "completion": (1, 9)}
+    given = [random_trajectory(rng, str(i), **sizes) for i in range(3000)]
+    TrajectoryBuffer(device="cpu").extend(given)  # arrays keep what their first reader learns
+    gc.collect()
+    tracemalloc.start()
+    buffer = TrajectoryBuffer(device="cpu")
+    for some in [given] if way == "extend" else ([one] for one in given):
+        buffer.extend(some)
+    gc.collect()
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    stream = buffer._staging.region.stream.nbytes
+    generated = sum(len(turn.completion_ids) for one in given for turn in one.turns)
+    assert buffer.num_bytes == 4 * (buffer.num_tokens + generated)
+    assert buffer.num_bytes <= stream <= buffer.num_bytes * (1 if way == "extend" else 2)
+    assert 0 < taken - stream <= 150 * buffer.num_turns
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -32,7 +32,7 @@ from trajpack.agent.ray import (
     WorkerOptions,
     local_cluster,
 )
-from trajpack.packing.plan.ranks import plan_ranks
+from trajpack.packing.plan.plan import plan_ranks
 
 NUM_TOKENS = 12
 

@@ -29,8 +29,11 @@ from trajpack.packing.loader.dataset import PackedDataset as PackedDataset
 from trajpack.packing.micro_batches.alignment import Alignment as Alignment
 from trajpack.packing.micro_batches.micro_batch import MicroBatch as MicroBatch
 from trajpack.packing.plan.costs import TransformerCost as TransformerCost
-from trajpack.packing.plan.plan import Plan as Plan, plan_micro_batches as plan_micro_batches
-from trajpack.packing.plan.ranks import plan_ranks as plan_ranks
+from trajpack.packing.plan.plan import (
+    plan_micro_batches as plan_micro_batches,
+    plan_ranks as plan_ranks,
+)
+from trajpack.packing.plan.types import Plan as Plan
 from trajpack.packing.report.page import write_report as write_report
 from trajpack.packing.token_fields import TokenField as TokenField
 from trajpack.packing.trajectory_log.log import TrajectoryLog as TrajectoryLog

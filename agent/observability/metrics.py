@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from trajpack.agent.runner.runner import EpisodeResult
     from trajpack.packing.batch.batch import PackedBatch
-    from trajpack.packing.plan.plan import Plan
+    from trajpack.packing.plan.types import Plan
 
 OTHER = "other"  # a cause of a caller's own
 LABELS = {

@@ -9,8 +9,8 @@ import numpy as np
 from benchmarks import rivals
 from benchmarks.contest import OURS, Contender, Contest
 from benchmarks.packing import plan_loops
+from trajpack.packing.plan.algorithms import lower_bound
 from trajpack.packing.plan.plan import plan_micro_batches
-from trajpack.packing.plan.statistics import lower_bound
 
 FEWEST, EVEN = "plan few micro-batches", "plan 64 even ones"
 SIZES = (1000, 10_000, 100_000)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from trajpack.packing.credit.advantages import Own, Unit
     from trajpack.packing.credit.estimators import Estimator
     from trajpack.packing.micro_batches.micro_batch import MicroBatch
-    from trajpack.packing.plan.plan import Plan
+    from trajpack.packing.plan.types import Plan
 
 UNALIGNED = Alignment()
 

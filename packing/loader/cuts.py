@@ -13,7 +13,7 @@ from trajpack.packing.batch.batch import UNALIGNED, PackedBatch
 from trajpack.packing.buffer.buffer import pack
 from trajpack.packing.micro_batches.alignment import Alignment
 from trajpack.packing.micro_batches.micro_batch import MicroBatch
-from trajpack.packing.plan.ranks import plan_ranks
+from trajpack.packing.plan.plan import plan_ranks
 from trajpack.packing.plan.units import Ints, Policy
 from trajpack.packing.token_fields import TokenField
 from trajpack.packing.tree.chain_plan import ChainPlan
@@ -69,14 +69,13 @@ class Cuts:
             batch.seqlens,
             options.num_ranks,
             options.capacity,
-            algorithm="best_fit_decreasing",
             multiple_of=options.accumulate,
             max_sequences=options.alignment.max_sequences,
             align=options.alignment.sequence_multiple,
             oversized=options.oversized,
             turn_ends=batch.turn_ends() if is_cut else None,
         )
-        return cls(batch, ranks.plans[0])
+        return cls(batch, ranks.plans)
 
     def __len__(self) -> int:
         """Number of micro-batches of each rank."""

@@ -21,7 +21,7 @@ from trajpack.packing.micro_batches.micro_batch import MicroBatch, check_given
 
 if TYPE_CHECKING:
     from trajpack.packing.batch.batch import PackedBatch
-    from trajpack.packing.plan.plan import Plan
+    from trajpack.packing.plan.types import Plan
 
 OWN = (
     "input_ids",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from trajpack.packing.plan.units import Floats, read_lengths
+from trajpack.packing.plan.request import read_lengths
+from trajpack.packing.plan.units import Floats
 
 MULTIPLY_ADD = 2
 """Floating-point operations of one weight and one token."""

@@ -1,139 +1,25 @@
-"""Plans: the sequences of each micro-batch, computed from lengths alone, on the host."""
+"""`plan_micro_batches` and `plan_ranks`: plans from lengths alone, on the host."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from trajpack.packing.plan.algorithms import place_items
-from trajpack.packing.plan.statistics import PlanStatistics, fill_of, lower_bound_of, statistics_of
+from trajpack.packing.plan.algorithms import PlanItems, place_items
+from trajpack.packing.plan.request import read_request
+from trajpack.packing.plan.types import Plan, RankPlan
 from trajpack.packing.plan.units import (
     Algorithm,
     Cost,
-    Floats,
     Ints,
     Labels,
-    PlanInput,
     Policy,
-    read_input,
-    round_up,
+    check_count,
+    inverse_of,
+    summed,
 )
-
-
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """The sequences of a batch in each micro-batch: integers on the host, no tokens.
-
-    Made by `plan_micro_batches` or `plan_ranks`; ``plan[i]`` are the sequences of micro-batch i.
-    One without sequences is a dummy: a forward pass that only keeps step with other ranks.
-
-    Attributes:
-        order: int64 ``[planned]``: sequences, micro-batch after micro-batch.
-        cu_bins: int64 ``[micro-batches + 1]``: boundaries of the micro-batches in `order`.
-        seqlens: int64 ``[sequences]``: tokens of every sequence of the batch; the kept tokens of a
-            truncated one, all tokens of a dropped one.
-        capacity: Maximum tokens of a micro-batch, each sequence rounded up to a multiple of
-            `align`.
-        align: Each sequence takes a multiple of this many tokens.
-        dropped: Sequences that are in no micro-batch since they are too long.
-        truncated: Kept tokens of the sequences that are cut, by sequence.
-        oversized: Sequences that are alone in a micro-batch over its capacity.
-        costs: float64 ``[sequences]``: cost of each; its aligned tokens if None.
-    """
-
-    order: Ints
-    cu_bins: Ints
-    seqlens: Ints
-    capacity: int
-    align: int = 1
-    dropped: tuple[int, ...] = ()
-    truncated: Mapping[int, int] = field(default_factory=dict)
-    oversized: tuple[int, ...] = ()
-    costs: Floats | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("order", "cu_bins", "seqlens", "costs"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, _read_only(name, getattr(self, name)))
-        count, ends = len(self.seqlens), self.cu_bins.tolist()
-        if ((self.order < 0) | (self.order >= count)).any():
-            raise ValueError(f"Plan: order must hold sequences from 0 to {count - 1}")
-        if np.bincount(self.order, minlength=1).max() > 1:
-            raise ValueError("Plan: a sequence is in two micro-batches")
-        if not ends or ends != sorted(ends) or (ends[0], ends[-1]) != (0, len(self.order)):
-            shown = f"{ends[:1]} to {ends[-1:]}"
-            raise ValueError(f"Plan: cu_bins must rise from 0 to {len(self.order)}, got {shown}")
-
-    def __len__(self) -> int:
-        """Return the number of micro-batches, dummies included."""
-        return len(self.cu_bins) - 1
-
-    def __getitem__(self, index: int) -> Ints:
-        """Return the sequences of a micro-batch, ascending."""
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"micro-batch {index} of {len(self)}")
-        index %= len(self)
-        return self.order[self.cu_bins[index] : self.cu_bins[index + 1]]
-
-    def __iter__(self) -> Iterator[Ints]:
-        return (self[index] for index in range(len(self)))
-
-    def __repr__(self) -> str:
-        return (
-            f"Plan({len(self)} micro-batches of up to {self.capacity} tokens, "
-            f"{len(self.order)} of {len(self.seqlens)} sequences, fill {self.fill:.4f})"
-        )
-
-    @cached_property
-    def loads(self) -> Ints:
-        """int64 ``[micro-batches]``: aligned tokens of each."""
-        loads = self._sums(round_up(self.seqlens[self.order], self.align)).astype(np.int64)
-        loads.flags.writeable = False
-        return loads
-
-    @cached_property
-    def bin_costs(self) -> Floats:
-        """float64 ``[micro-batches]``: cost of each."""
-        if self.costs is None:
-            return self.loads.astype(np.float64)
-        return self._sums(self.costs[self.order])
-
-    @property
-    def fill(self) -> float:
-        """Tokens, without padding, over the capacity of all micro-batches."""
-        return fill_of([self])
-
-    @cached_property
-    def lower_bound(self) -> int:
-        """Number of micro-batches that every plan of these lengths and this capacity needs.
-
-        See `trajpack.packing.plan.statistics.lower_bound`.
-        """
-        return lower_bound_of([self])
-
-    def statistics(self) -> PlanStatistics:
-        """Count tokens, padding and dummies, and measure how even the micro-batches are."""
-        return statistics_of([[self]], self.dropped)
-
-    def _sums(self, values: Any) -> Floats:
-        bin_of = np.repeat(np.arange(len(self)), np.diff(self.cu_bins))
-        return np.bincount(bin_of, values, minlength=len(self)).astype(np.float64)
-
-
-def _read_only(name: str, values: Any) -> npt.NDArray[Any]:
-    array = np.asarray(values)
-    if name != "costs" and array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"Plan: {name} must be integers, got {array.dtype}")
-    array = array.astype(np.float64 if name == "costs" else np.int64, copy=False)
-    if array.flags.writeable:
-        array = array.view()
-        array.flags.writeable = False
-    return array
 
 
 def plan_micro_batches(  # noqa: PLR0913
@@ -149,6 +35,8 @@ def plan_micro_batches(  # noqa: PLR0913
     align: int = 1,
     oversized: Policy = "raise",
     turn_ends: Sequence[Sequence[int]] | None = None,
+    shapes: int | None = None,
+    sequences: Any = None,
 ) -> Plan:
     """Plan micro-batches of at most ``capacity`` tokens, with every algorithm.
 
@@ -172,6 +60,11 @@ def plan_micro_batches(  # noqa: PLR0913
             `trajpack.packing.plan.units.Policy`.
         turn_ends: For ``"truncate_at_turn"``: for each sequence, its tokens up to the end of each
             turn (`PackedBatch.turn_ends`).
+        shapes: Maximum number of shapes: `Plan.total_multiple` is the capacity over this, and
+            ``Alignment(total_multiple=...)`` pads micro-batches to multiples of it. The capacity
+            must be a multiple of ``shapes * align``.
+        sequences: int ``[planned]``: sequences to plan; all if None. The plan is for the whole
+            batch, and has no micro-batch with others.
 
     Returns:
         The plan; the sequences of a micro-batch are in the order of the batch.
@@ -188,7 +81,7 @@ def plan_micro_batches(  # noqa: PLR0913
         >>> plan.loads, plan.lower_bound
         (array([10, 10]), 2)
     """
-    source = read_input(
+    request = read_request(
         "plan_micro_batches",
         seqlens,
         capacity,
@@ -201,35 +94,104 @@ def plan_micro_batches(  # noqa: PLR0913
         align=align,
         oversized=oversized,
         turn_ends=turn_ends,
+        shapes=shapes,
+        sequences=sequences,
     )
-    members = source.planned
-    items = source.items(members)
-    bin_of, num_bins = place_items(items, algorithm, min_bins=min_bins, multiple_of=multiple_of)
-    dropped = source.dropped
-    return build_plan(source, members, bin_of[items.item_of], num_bins=num_bins, dropped=dropped)
+    return request.planned(*place_items(request.items, algorithm, min_bins, multiple_of))
 
 
-def build_plan(
-    source: PlanInput,
-    members: Ints,
-    bin_of: Ints,
+def plan_ranks(  # noqa: PLR0913
+    seqlens: Any,
+    num_ranks: int,
+    capacity: int,
     *,
-    num_bins: int,
-    dropped: tuple[int, ...] = (),
-) -> Plan:
-    """Return the plan of ``members``, ascending, by the micro-batch of each."""
-    ranked = np.argsort(bin_of.astype(np.uint16) if num_bins < 2**16 else bin_of, kind="stable")
-    cu_bins = np.zeros(num_bins + 1, np.int64)
-    np.cumsum(np.bincount(bin_of, minlength=num_bins), out=cu_bins[1:])
-    held = set(members.tolist()) if source.truncated or source.oversized else set()
-    return Plan(
-        order=members[ranked],
-        cu_bins=cu_bins,
-        seqlens=source.seqlens,
-        capacity=source.capacity,
-        align=source.align,
-        dropped=dropped,
-        truncated={one: kept for one, kept in source.truncated.items() if one in held},
-        oversized=tuple(one for one in source.oversized if one in held),
-        costs=None if source.by_tokens else source.costs,
+    algorithm: Algorithm = "karmarkar_karp",
+    cost: Cost = None,
+    keep_together: Labels = None,
+    min_bins: int = 1,
+    multiple_of: int = 1,
+    max_sequences: int | None = None,
+    align: int = 1,
+    oversized: Policy = "raise",
+    turn_ends: Sequence[Sequence[int]] | None = None,
+    shapes: int | None = None,
+    sequences: Any = None,
+) -> RankPlan:
+    """Plan the micro-batches of every data-parallel rank, as many on each, of about equal cost.
+
+    The plan depends on the numbers alone, so every rank computes the same one without
+    communication. Micro-batches of all sequences are dealt out so that the n-th ones of all ranks
+    cost about the same, most costly first: ranks in step wait little, and memory runs out at once
+    or never.
+
+    Args:
+        seqlens: ``[sequences]``: tokens of each, of the whole batch.
+        num_ranks: Number of data-parallel ranks.
+        capacity: Maximum tokens of a micro-batch.
+        algorithm: Method that fills them, see `trajpack.packing.plan.units.Algorithm`.
+        cost: See `plan_micro_batches`.
+        keep_together: See `plan_micro_batches`.
+        min_bins: Minimum micro-batches of a rank, 1 or more: a rank without any would not keep step
+            with one that has sequences.
+        multiple_of: The number of micro-batches of each rank is a multiple of this.
+        max_sequences: See `plan_micro_batches`.
+        align: See `plan_micro_batches`.
+        oversized: See `plan_micro_batches`.
+        turn_ends: See `plan_micro_batches`.
+        shapes: See `plan_micro_batches`.
+        sequences: Those to plan, see `plan_micro_batches`. A batch for several optimizer steps
+            is planned once for each.
+
+    Raises:
+        TypeError, ValueError: As `plan_micro_batches`.
+
+    Example:
+        >>> plans = plan_ranks([8, 7, 2, 3, 5, 6], num_ranks=2, capacity=10)
+        >>> [[sequences.tolist() for sequences in plans.plan(rank)] for rank in range(2)]
+        [[[0], [3, 4]], [[2, 5], [1]]]
+    """
+    check_count("plan_ranks", "num_ranks", num_ranks)
+    request = read_request(
+        "plan_ranks",
+        seqlens,
+        capacity,
+        algorithm=algorithm,
+        cost=cost,
+        min_bins=min_bins,
+        multiple_of=multiple_of,
+        max_sequences=max_sequences,
+        keep_together=keep_together,
+        align=align,
+        oversized=oversized,
+        turn_ends=turn_ends,
+        shapes=shapes,
+        sequences=sequences,
     )
+    bins = num_ranks * min_bins, num_ranks * multiple_of
+    bin_of, num_bins = place_items(request.items, algorithm, *bins)
+    each = num_bins // num_ranks
+    rank_of, number = np.divmod(deal(request.items, bin_of, num_bins, num_ranks), each)
+    return RankPlan(
+        tuple(
+            request.planned(np.where(rank_of == rank, number, -1), each)
+            for rank in range(num_ranks)
+        )
+    )
+
+
+def deal(items: PlanItems, bin_of: Ints, num_bins: int, num_ranks: int) -> Ints:
+    """Return ``bin_of`` with micro-batches numbered anew, rank after rank.
+
+    Micro-batches are dealt out in rounds, most costly first: the most costly of a round goes to the
+    rank that costs least so far. So the n-th micro-batches of all ranks cost about the same, and
+    each rank has its most costly one first. Empty ones are dealt out last.
+    """
+    costs = summed(items.costs, bin_of, num_bins)
+    empty = np.bincount(bin_of, minlength=num_bins) == 0
+    rounds = np.lexsort((np.arange(num_bins), -costs, empty)).reshape(-1, num_ranks)
+    loads = np.zeros(num_ranks, np.int64)
+    for dealt in rounds:
+        ranks = np.argsort(loads, kind="stable")
+        loads[ranks] += costs[dealt]
+        dealt[ranks] = dealt.copy()
+    return inverse_of(rounds.T.ravel())[bin_of]

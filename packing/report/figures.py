@@ -17,8 +17,7 @@ from trajpack.packing.batch.description import (
     shared_prefixes,
     token_counts,
 )
-from trajpack.packing.plan.plan import plan_micro_batches
-from trajpack.packing.plan.ranks import plan_ranks
+from trajpack.packing.plan.plan import plan_micro_batches, plan_ranks
 from trajpack.packing.plan.units import check_count, round_up
 from trajpack.packing.text import one_line
 
@@ -131,7 +130,7 @@ def _plan(batch: PackedBatch, kinds: Numbers, capacity: int, align: int) -> dict
         "alignment": statistics.padding_alignment,
         "tail": statistics.padding_tail,
         "dummy": statistics.padding_dummy,
-        "token_imbalance": round(statistics.token_imbalance, 4),
+        "token_imbalance": round(statistics.cost_imbalance, 4),
         "at_once": at_once,
         "bars": bars.tolist(),
     }

@@ -10,8 +10,8 @@ from typing import Any
 from trajpack.agent.models.causal_model import refused
 from trajpack.commands.inspect import load_batch
 from trajpack.packing.batch.show import print_table
-from trajpack.packing.plan.plan import Plan, plan_micro_batches
-from trajpack.packing.plan.ranks import plan_ranks
+from trajpack.packing.plan.plan import plan_micro_batches, plan_ranks
+from trajpack.packing.plan.types import Plan
 
 
 def plan_file(
@@ -29,7 +29,7 @@ def plan_file(
             plans, figures = (plan,), plan.statistics()
         else:
             of_ranks = plan_ranks(batch.seqlens, ranks, capacity, **options)
-            (plans,), figures = of_ranks.plans, of_ranks.statistics()
+            plans, figures = of_ranks.plans, of_ranks.statistics()
     if as_json:
         sequences = [[micro_batch.tolist() for micro_batch in plan] for plan in plans]
         print(json.dumps({"statistics": dataclasses.asdict(figures), "ranks": sequences}))  # noqa: T201
@@ -45,10 +45,10 @@ def plan_file(
         "fill": f"{figures.fill:.1%}",
         "padding": f"{figures.padding_tail:,} tokens at ends, {figures.padding_alignment:,} of "
         f"alignment, {figures.padding_dummy:,} in {figures.num_dummies:,} empty micro-batches",
-        "largest micro-batch": f"{figures.token_imbalance:.3f} times the mean in tokens",
+        "largest micro-batch": f"{figures.cost_imbalance:.3f} times the mean in tokens",
     }
     if ranks > 1:
         each = [f"{int(plan.loads.sum()):,}" for plan in plans]
-        rows["largest rank"] = f"{figures.rank_token_imbalance:.3f} times the mean in tokens"
+        rows["largest rank"] = f"{figures.rank_cost_imbalance:.3f} times the mean in tokens"
         rows[f"tokens of {ranks} ranks"] = ", ".join(each)
     print_table(file.name, rows.items())

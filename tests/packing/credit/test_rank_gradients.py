@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from trajpack import GRPO, PackedBatch, Trajectory, Turn, pack
 from trajpack.packing.micro_batches.alignment import Alignment
-from trajpack.packing.plan.plan import plan_micro_batches
-from trajpack.packing.plan.ranks import plan_ranks
+from trajpack.packing.plan.plan import plan_micro_batches, plan_ranks
 
 CAPACITY = 96
 CLIP = 0.2

@@ -18,8 +18,7 @@ from tests.packing.micro_batches.micro_batch_loops import (
 )
 from trajpack import GRPO, Trajectory, Turn, pack
 from trajpack.packing.micro_batches.alignment import Alignment
-from trajpack.packing.plan.plan import plan_micro_batches
-from trajpack.packing.plan.ranks import plan_ranks
+from trajpack.packing.plan.plan import plan_micro_batches, plan_ranks
 from trajpack.testing import assert_same_bits, trajectory_lists
 
 

@@ -143,8 +143,7 @@ def check_laws(plan, lengths, capacity, **asked):
         bin_of = {one: number for number, held in enumerate(held_by(plan)) for one in held}
         where = {}
         for sequence, label in enumerate(labels):
-            if label is not None:
-                where.setdefault(label, set()).add(bin_of[sequence])
+            where.setdefault(label, set()).add(bin_of[sequence])
         assert all(len(bins) == 1 for bins in where.values())
-    units = len(lengths) if labels is None else len(where) + list(labels).count(None)
+    units = len(lengths) if labels is None else len(where)
     assert len(plan) > units or not (np.diff(plan.cu_bins) == 0).any()

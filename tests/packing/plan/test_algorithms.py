@@ -15,7 +15,6 @@ from tests.packing.plan.plan_loops import (
     karmarkar_karp_and_swaps,
 )
 from trajpack import plan_micro_batches, plan_ranks
-from trajpack.packing.plan import algorithms
 
 SMALL = st.lists(st.integers(0, 12), max_size=40)
 
@@ -32,7 +31,7 @@ DRAWS = {
 def test_a_hundred_thousand_lengths_are_planned_in_no_time(mix):
     """A limit that no loop over lengths and micro-batches keeps, on however slow a machine."""
     lengths, capacity = MIXES[mix](np.random.default_rng(8), 100_000)
-    for name, limit_s in (("next_fit", 1.5), ("best_fit_decreasing", 1.5), ("karmarkar_karp", 15)):
+    for name, limit_s in (("next_fit", 1.5), ("best_fit_decreasing", 1.5), ("karmarkar_karp", 8)):
         begin = time.process_time()
         plan = plan_micro_batches(lengths, capacity, algorithm=name)
         assert time.process_time() - begin < limit_s, name
@@ -189,27 +188,6 @@ def test_no_exchange_with_the_most_costly_makes_both_cheaper(rows, num_bins, cap
                 assert not (fits and after < loads[first])
 
 
-def test_work_is_bounded_where_sequences_are_many():
-    """Pairs that are looked at, not seconds: none where one step alone would be too many."""
-    looked, taken = [], algorithms._exchange
-
-    def counted(bin_of, items, num_bins, *, least, budget):
-        left = taken(bin_of, items, num_bins, least=least, budget=budget)
-        looked.append(budget - left)
-        return left
-
-    lengths = np.random.default_rng(3).lognormal(8, 1, 20_000).astype(np.int64) + 1
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(algorithms, "_exchange", counted)
-        for count, num_bins in ((200, 8), (1000, 64), (20_000, 16)):
-            looked.clear()
-            plan_micro_batches(
-                lengths[:count], int(lengths.sum()), min_bins=num_bins, algorithm="karmarkar_karp"
-            )
-            assert 1 <= len(looked) <= 2
-            assert sum(looked) <= algorithms.EXCHANGES
-
-
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=25), st.integers(1, 6))
 def test_differencing_is_not_behind_a_loop_over_full_rows(costs, num_bins):
@@ -248,7 +226,7 @@ def test_balancing_takes_few_micro_batches_more_and_they_are_even():
         lengths, capacity = MIXES[mix](np.random.default_rng(0), 2000)
         plan = plan_micro_batches(lengths, capacity, algorithm="karmarkar_karp")
         assert len(plan) <= 1.02 * plan.lower_bound + 1
-        assert plan.statistics().token_imbalance < 1.06
+        assert plan.statistics().cost_imbalance < 1.06
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -14,7 +14,7 @@ from trajpack import Plan, plan_micro_batches
 
 @settings(max_examples=60)
 @given(
-    st.lists(st.tuples(st.integers(1, 9), st.none() | st.integers(0, 8)), max_size=12),
+    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 8)), max_size=12),
     st.sampled_from(EVERY),
     st.fixed_dictionaries(
         {
@@ -79,8 +79,8 @@ options = {"cost": np.sqrt(lengths), "keep_together": [f"group {i // 2}" for i i
 digests = []
 for name in %r:
     plan = plan_micro_batches(lengths, 9000, algorithm=name, multiple_of=3, **options)
-    ranks = plan_ranks(lengths, 3, 9000, algorithm=name, num_steps=2)
-    for one in (plan, *ranks.plans[0], *ranks.plans[1]):
+    ranks = plan_ranks(lengths, 3, 9000, algorithm=name)
+    for one in (plan, *ranks.plans):
         digests.append(hash((*one.order.tolist(), *one.cu_bins.tolist())))
 """
 
@@ -94,7 +94,7 @@ def test_another_process_with_other_hashes_plans_the_same():
         env=os.environ | {"PYTHONHASHSEED": "7"}, check=True, capture_output=True, text=True,
     ).stdout  # fmt: skip
     assert said.strip() == str(names["digests"])
-    assert len(set(names["digests"])) == 7 * len(EVERY)
+    assert len(set(names["digests"])) == 4 * len(EVERY)
 
 
 def test_a_plan_by_hand_is_checked():

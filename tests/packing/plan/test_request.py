@@ -36,7 +36,11 @@ from trajpack import plan_micro_batches, plan_ranks
         ({"cost": [1, -2, 0]}, ValueError, r"got -2.0 at 1"),
         ({"cost": [1e300, 2, 0]}, ValueError, r"in \[0, 1e\+290\], got 1e\+300 at 0"),
         ({"cost": lambda lengths: 1.0}, ValueError, r"got shape \[\]"),
-        ({"keep_together": [1, 2]}, ValueError, r"one label for each of 3 sequences, got 2"),
+        ({"keep_together": [1, 2]}, ValueError, r"one label for each of 3 .* got shape \[2\]"),
+        ({"sequences": [0, 3]}, ValueError, r"sequences must be integers from 0 to 2, got \[0 3\]"),
+        ({"sequences": [True, False, True]}, ValueError, r"sequences must be integers"),
+        ({"shapes": 3}, ValueError, r"capacity must be a multiple of .* 3 x 1, got 100"),
+        ({"shapes": 0}, ValueError, r"shapes must be 1 or more, got 0"),
         (
             {"keep_together": [0, 1, 0], "capacity": 7},
             ValueError,
@@ -48,9 +52,9 @@ from trajpack import plan_micro_batches, plan_ranks
             r"and 2 sequences, got 12 tokens in 3 sequences",
         ),
         ({"capacity": 4}, ValueError, r"sequence 2 has 5 tokens, more than the capacity of 4;"),
-        ({"capacity": 7, "align": 4}, ValueError, r"capacity of 4 in multiples of 4"),
-        ({"turn_ends": [[3], [4], [5]]}, ValueError, r"turn_ends are for .* got 'raise'"),
-        ({"oversized": "truncate_at_turn"}, ValueError, r"needs turn_ends, got None"),
+        ({"capacity": 7, "align": 4}, ValueError, r"more than the capacity of 4;"),
+        ({"turn_ends": [[3], [4], [5]]}, ValueError, r"turn_ends are for .* oversized='raise' and"),
+        ({"oversized": "truncate_at_turn"}, ValueError, r"needs them, .* turn_ends=None"),
         (
             {"oversized": "truncate_at_turn", "turn_ends": [[3]]},
             ValueError,
@@ -89,9 +93,9 @@ def test_costs_of_a_function_are_of_aligned_lengths():
     assert plan_micro_batches([3, 8], 16, align=4).bin_costs.tolist() == [12.0]
 
 
-def test_labels_are_of_any_kind_and_none_is_alone():
+def test_labels_are_of_any_kind():
     lengths = [4, 4, 4, 4]
-    for labels in (["a", None, "a", None], [7, 1, 7, 2], torch.tensor([7, 1, 7, 2])):
+    for labels in (["a", "b", "a", "c"], [7, 1, 7, 2], torch.tensor([7, 1, 7, 2])):
         plan = plan_micro_batches(lengths, 8, keep_together=labels)
         assert held_by(plan) == [[0, 2], [1, 3]]
 

@@ -19,6 +19,8 @@ EARLY = frozenset({"values", "ref_logp", "prox_logp", "teacher_logp"})
 """Extra fields that AReaL takes from a forward pass: entry ``j`` belongs to token ``j + 1``."""
 NEEDED = ("input_ids", "attention_mask", "loss_mask", "logprobs")
 """Keys that every padded dictionary has."""
+COLUMNS = {"loss_mask": "mask"}
+"""Arguments of `turns_of` that have another name there."""
 
 
 def to_padded_dict(
@@ -117,16 +119,14 @@ def _rows(op: str, padded: Any, missing_reward: float | None) -> list[dict[str, 
     arrays = reading.host_arrays(op, padded, NEEDED, ("versions", "turn_ids", "rewards"))
     shape = arrays["input_ids"].shape
     reading.check_shapes(op, arrays, dict.fromkeys(arrays, shape) | {"rewards": shape[:1]})
-    rewards, there = arrays.pop("rewards", None), arrays.pop("attention_mask") != 0
-    arrays["mask"] = arrays.pop("loss_mask")
-    rows = []
-    for index, tokens in enumerate(there):
+    rewards = arrays.pop("rewards", None)
+    columns = {COLUMNS.get(key, key): key for key in arrays.keys() - {"attention_mask"}}
+    rows = reading.stretches(arrays, columns, arrays["attention_mask"])
+    for index, row in enumerate(rows):
         reward, of = (None, "") if rewards is None else (rewards[index], f"row {index}")
-        reward = reading.reward_or_missing(
+        row["reward"] = reading.reward_or_missing(
             op, reward, missing_reward, expected="rewards [B]", of=of
         )
-        rows.append({key: values[index][tokens] for key, values in arrays.items()})
-        rows[-1]["reward"] = reward
     return rows
 
 

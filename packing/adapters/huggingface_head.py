@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trajpack.kernels.dispatch import Impl
-from trajpack.kernels.logprobs.token_logprobs import TokenSets, token_logprobs
+from trajpack.kernels.logprobs.token_logprobs import token_logprobs
 from trajpack.packing.isolation.trees import check_tree_attention
 from trajpack.packing.micro_batches.logprobs import head_of
 from trajpack.packing.tree.nodes import TreeNodes
@@ -73,24 +72,10 @@ class LMHead:
         self,
         batch: PackedBatch | MicroBatch | TreeNodes,
         *,
-        tokens: str | TokenSets | None = None,
-        entropy: bool = False,
         temperature: float | torch.Tensor = 1.0,
-        support: str | TokenSets | None = None,
-        keep_logits: int | None = None,
-        impl: Impl = "auto",
+        **options: Any,
     ) -> Any:
-        """Return `PackedBatch.logprobs` of a batch, a micro-batch or a tree.
-
-        Args:
-            batch: The inputs: ``batch.model_inputs()``. Trees need a model whose attention is
-                ``"trajpack_tree"``.
-            tokens: As there.
-            entropy: As there.
-            temperature: Temperature of sampling, as there.
-            support: As there.
-            keep_logits: As there.
-            impl: As there.
+        """Return `PackedBatch.logprobs` of a batch, a micro-batch or a tree, with its options.
 
         Raises:
             TypeError, ValueError: As the method of the batch; ValueError also if the model does not
@@ -100,10 +85,13 @@ class LMHead:
             self._check_trees(type(self._model).__name__)
         hidden = self._model.get_decoder()(**batch.model_inputs())[0]
         return batch.logprobs(
-            hidden, self._model.get_output_embeddings(), tokens=tokens, entropy=entropy,
-            temperature=temperature * self._temperature, softcap=self._softcap, support=support,
-            group=self._group, keep_logits=keep_logits, impl=impl,
-        )  # fmt: skip
+            hidden,
+            self._model.get_output_embeddings(),
+            temperature=temperature * self._temperature,
+            softcap=self._softcap,
+            group=self._group,
+            **options,
+        )
 
     def _check_trees(self, name: str) -> None:
         """Raise unless the model computes trees."""

@@ -150,15 +150,12 @@ def from_training_samples(
 ) -> list[Trajectory]:
     """Return the trajectories of ``TrainingSample``, or of objects or mappings with its fields.
 
-    Packed in layout ``"merged"``, tokens, mask and log-probabilities are those of the samples. A
-    sample has no name, group, reward, version or truncation, so the first four are arguments:
-    ``ids`` are numbers if ``None``, ``rewards`` are for the last turns, ``versions`` are those that
-    sampled, 0 if ``None``. Samples with one id in a group, the branches of a trace, are one
-    trajectory, in their order; they must have one reward. Advantages are not read.
-
-    ``fields`` may be per-token lists such as ``"temperatures"`` and ``"sampling_mask"``, which is
-    ragged, for generated tokens, and ``"routed_experts"``, for prompt and completion. Streams that
-    are not named are left out.
+    A sample has no name, group, reward, version or truncation, so the first four are arguments:
+    ``ids`` are numbers if ``None``, ``rewards`` are for the last turns, ``versions`` are 0 if
+    ``None``. Samples with one id in a group, the branches of a trace, are one trajectory, in their
+    order; they must have one reward. Advantages are not read. ``fields`` may be per-token lists
+    such as ``"temperatures"``, ``"sampling_mask"`` and ``"routed_experts"``; streams that are not
+    named are left out.
 
     Example:
         >>> sample = {"token_ids": [1, 2, 3], "mask": [False, True, True], "logprobs": [0, -1, -2]}
@@ -167,26 +164,23 @@ def from_training_samples(
         ([2, 3], 1.0)
     """
     op, count = "from_training_samples", len(samples)
-    names = reading.labels_of(op, "ids", map(str, range(count)) if ids is None else ids, count)
-    of_groups = reading.labels_of(op, "groups", groups, count)
-    of_rewards = reading.labels_of(op, "rewards", rewards, count)
-    of_versions = reading.labels_of(
-        op, "versions", [0] * count if versions is None else versions, count
+    given = {
+        "ids": map(str, range(count)) if ids is None else ids,
+        "groups": groups,
+        "rewards": rewards,
+        "versions": [0] * count if versions is None else versions,
+    }
+    names, of_groups, of_rewards, of_versions = (
+        reading.labels_of(op, name, labels, count) for name, labels in given.items()
     )
-    trajectories = []
-    for owner, own in reading.rows_by(zip(names, of_groups, strict=True)).items():
-        whose = f"trajectory {owner[0]!r}"
-        reward = reading.shared_reward(
-            op,
-            [of_rewards[index] for index in own],
-            missing_reward,
-            expected="the argument rewards" if rewards is None else f"rewards[{own[-1]}]",
-            of=whose,
-        )
-        rows = [_sample(samples[index], whose, fields, of_versions[index]) for index in own]
-        rows[-1]["reward"] = reward
-        trajectories.append(reading.trajectory_of(*owner, rows))
-    return trajectories
+    return reading.joined(
+        op,
+        reading.rows_by(zip(names, of_groups, strict=True)).items(),
+        lambda row, whose: _sample(samples[row], whose, fields, of_versions[row]),
+        rewards=of_rewards,
+        missing_reward=missing_reward,
+        expected="the argument rewards" if rewards is None else "rewards[{}]",
+    )
 
 
 def from_traces(
@@ -239,34 +233,31 @@ def _turns_of_trace(trace: Any, whose: str, fields: Sequence[str]) -> list[dict[
             continue
         given = {field: getattr(node, field) for field in TRACED}
         reading.check_carried(whose, given, fields=fields, keys={key: key for key in TRACED})
-        mask = np.array(node.mask, np.bool_)
-
-        def spread(values: Any, dtype: Any, mask: npt.NDArray[np.bool_] = mask) -> Any:
-            found = np.zeros(len(mask), dtype)
-            if len(values) != mask.sum():
-                raise ValueError(
-                    f"{whose}: {len(values)} values are there for {mask.sum()} sampled tokens"
-                )
-            found[mask] = values
-            return found
-
         row = {
             "prompt_ids": [token for above in before for token in above.token_ids],
             "input_ids": node.token_ids,
-            "mask": mask,
-            "logprobs": spread(node.logprobs, np.float32),
+            "mask": node.mask,
+            "logprobs": _spread(whose, node, node.logprobs),
             "fields": {},
         }
         if "routed_experts" in fields:
-            routes = np.concatenate([above.routed_experts for above in paths[-1]])
-            row["fields"]["routed_experts"] = routes
+            routes = [above.routed_experts for above in paths[-1]]
+            row["fields"]["routed_experts"] = np.concatenate(routes)
         if "sampling_mask" in fields:
-            counts = spread(node.sampling_mask.counts, np.int32)
-            row["fields"]["sampling_mask"] = reading.mask_of_counts(
-                whose, node.sampling_mask.ids, counts
-            )
+            ids, counts = node.sampling_mask.ids, node.sampling_mask.counts
+            counts = _spread(whose, node, counts).astype(np.int32)
+            row["fields"]["sampling_mask"] = reading.mask_of_counts(whose, ids, counts)
         rows.append(row)
     return rows
+
+
+def _spread(whose: str, node: Any, values: Any) -> npt.NDArray[Any]:
+    """Return values of a message's sampled tokens at all its tokens, 0 elsewhere."""
+    found, mask = np.zeros(len(node.mask)), np.array(node.mask, np.bool_)
+    if len(values) != mask.sum():
+        raise ValueError(f"{whose}: {len(values)} values are there for {mask.sum()} sampled tokens")
+    found[mask] = values
+    return found
 
 
 def _sample(sample: Any, whose: str, fields: Sequence[str], version: int) -> dict[str, Any]:

@@ -49,9 +49,6 @@ def to_generator_output(
 ) -> dict[str, Any]:
     """Return a ``GeneratorOutput``: an entry in each list for each sequence.
 
-    A batch has no times and no images: their keys are ``None``. Routes are of all tokens but the
-    last, which no engine forwards: declare ``routed_experts`` with ``generated_only=False``.
-
     If trajectories have several sequences each, set SkyRL's ``generator.step_wise_trajectories``.
     It then counts the rewards of the last one alone, at whose end is the trajectory's whole reward.
     SkyRL wants the trajectories of a group next to each other.
@@ -99,13 +96,9 @@ def to_training_input(
 ) -> dict[str, Any]:
     """Return a ``TrainingInput``: a row for each sequence, aligned at the right.
 
-    ``S`` is the longest sequence, left-padded; responses are the last ``R`` columns, those of the
-    longest or ``max_response_length``. Column ``j`` of ``R`` belongs to its token.
-
     ``TrainingInputBatch`` takes it; its ``metadata["uids"]`` is for the caller, from
     `trajpack.packing.rows.layout.row_groups`. The fields ``routed_experts`` and ``sampling_mask``
-    need SkyRL, for its ``PackedTensor``. The last token of a sequence has no route: it gets experts
-    0, 1, 2, ..., as in SkyRL.
+    need SkyRL, for its ``PackedTensor``.
 
     Raises:
         ValueError: As in all formats, and if a response is longer than ``max_response_length``, a
@@ -169,13 +162,10 @@ def from_generator_output(
     """Return the trajectories of a ``GeneratorOutput``.
 
     Entries with the same ``trajectory_ids``, the steps of a step-wise output, are one trajectory;
-    without ids each entry is one. Rewards at tokens go to their turns, a single one to the entry's
-    last turn, if the entry is the last of its trajectory. An entry's last turn has its stop reason,
-    and is truncated by another than ``"stop"`` and ``"tool_calls"``. Groups are the
-    ``instance_id``. Lost in the format: policy versions.
-
-    ``fields`` may be ``"routed_experts"`` (rows of prompt and completion, 0, 1, 2, ... where no
-    route was captured) and ``"sampling_mask"`` (rows of the completion, ragged).
+    without ids each entry is one. Rewards at tokens go to their turns, a single one to the last
+    turn of the trajectory. An entry's last turn has its stop reason, and is truncated by another
+    than ``"stop"`` and ``"tool_calls"``. Groups are the ``instance_id``. Lost in the format: policy
+    versions. ``fields`` may be those of `CARRIED`.
     """
     op = "from_generator_output"
     reading.check_known_fields(op, fields, CARRIED)

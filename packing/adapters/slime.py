@@ -143,14 +143,11 @@ def from_samples(
     """Return the trajectories of ``Sample`` objects, or of dictionaries with their fields.
 
     Samples with one ``rollout_id`` in a group are one trajectory, in their order, else each is one;
-    ``ids`` has a name for each trajectory. They must have one reward, which goes to the last turn;
-    a turn is truncated if its sample is. Without a ``loss_mask`` the response is one turn; of a
-    sample to be removed (``remove_sample``) nothing is trained. Groups are the ``group_index``.
+    ``ids`` has a name for each trajectory. They must have one reward, which goes to the last turn.
+    Without a ``loss_mask`` the response is one turn; of a sample to be removed nothing is trained.
     Versions are ``weight_versions`` if these are numbers: one for each turn if there are as many,
     else the least and greatest for all. Lost in the format: rewards of single turns, versions of
-    single tokens.
-
-    ``fields`` may be those of `FIELD_KEYS`; experts are 0, 1, 2, ... at the last token.
+    single tokens. ``fields`` may be those of `FIELD_KEYS`.
 
     Raises:
         ValueError: As in all formats; also for a sample that was aborted, failed or is pending,
@@ -169,48 +166,15 @@ def from_samples(
     )
     groups = [given[own[0]].get("group_index") for own in rollouts.values()]
     groups = [None if group is None else str(group) for group in groups]
-    trajectories = []
-    for name, group, own in zip(
-        reading.row_ids(op, ids, groups), groups, rollouts.values(), strict=True
-    ):
-        whose = f"trajectory {name!r}"
-        reward = reading.shared_reward(
-            op,
-            [given[index].get("reward") for index in own],
-            missing_reward,
-            expected="reward (raw_reward in train data)",
-            of=whose,
-        )
-        rows = [_sample(given[index], whose, fields) for index in own]
-        rows[-1]["reward"] = reward
-        trajectories.append(reading.trajectory_of(name, group, rows))
-    return trajectories
-
-
-def from_train_data(
-    train_data: Mapping[str, Sequence[Any]],
-    ids: Iterable[str] | None = None,
-    **options: Any,
-) -> list[Trajectory]:
-    """Return the trajectories of the lists that slime's trainer is given.
-
-    As `from_samples`, with its keywords as ``options``; rewards are those of ``raw_reward``,
-    rollouts ``rollout_ids``. There are no groups and no versions.
-    """
-    op = "from_train_data"
-    needed = ("tokens", "response_lengths", "loss_masks", "rollout_log_probs", "truncated")
-    reading.check_keys(op, train_data, needed)
-    optional = ("raw_reward", "rollout_ids", *OPTIONAL, *IMAGES)
-    keys = [*needed, *(key for key in optional if train_data.get(key) is not None)]
-    counts = {key: len(train_data[key]) for key in keys}
-    if len(set(counts.values())) > 1:
-        raise ValueError(f"{op}: lists must have one length, got {counts}")
-    samples = []
-    for row in zip(*(train_data[key] for key in keys), strict=True):
-        sample = {TRAIN_KEYS.get(key, key): of for key, of in zip(keys, row, strict=True)}
-        sample["status"] = "truncated" if sample.pop("truncated") else "completed"
-        samples.append(sample)
-    return from_samples(samples, ids, **options)
+    owners = zip(reading.row_ids(op, ids, groups), groups, strict=True)
+    return reading.joined(
+        op,
+        zip(owners, rollouts.values(), strict=True),
+        lambda row, whose: _sample(given[row], whose, fields),
+        rewards=[sample.get("reward") for sample in given],
+        missing_reward=missing_reward,
+        expected="reward",
+    )
 
 
 def _sample(sample: Mapping[str, Any], whose: str, fields: Sequence[str]) -> dict[str, Any]:

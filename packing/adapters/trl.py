@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from trajpack.packing.adapters.trl_tree import row_of_tree, to_tree_kwargs
+from trajpack.packing.adapters.trl_tree import columns_of_tree, to_tree_kwargs
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.rows import layout, reading
 from trajpack.packing.tree.nodes import TreeNodes
@@ -113,32 +113,27 @@ def from_grpo_inputs(
     Lost in the format: versions, truncation, rewards of single turns.
     """
     op = "from_grpo_inputs"
-    reading.check_carried(op, inputs, fields=(), keys={}, refused=IMAGES)
+    reading.check_carried(op, inputs, keys={}, refused=IMAGES)
     there = [key for key in LOGPROBS if inputs.get(key) is not None]
     logprobs = (there or LOGPROBS)[0]
     arrays = reading.host_arrays(op, inputs, (*NEEDED, logprobs), ("tool_mask",))
     shape = dict.fromkeys(arrays, arrays["completion_ids"].shape)
     shape["prompt_ids"] = shape["prompt_mask"] = arrays["prompt_ids"].shape
     reading.check_shapes(op, arrays, shape)
-    count = len(arrays["completion_ids"])
-    labels = reading.labels_of(op, "groups", groups, count)
-    of_rewards = reading.labels_of(op, "rewards", rewards, count)
-    generated = arrays.get("tool_mask", arrays["completion_mask"]) != 0
-    trajectories = []
-    for row, name in enumerate(reading.row_ids(op, ids, labels)):
-        kept = arrays["completion_mask"][row] != 0
-        reward = reading.reward_or_missing(
-            op, of_rewards[row], missing_reward, expected="the argument rewards", of=f"row {row}"
-        )
-        columns = {
-            "prompt_ids": arrays["prompt_ids"][row][arrays["prompt_mask"][row] != 0],
-            "input_ids": arrays["completion_ids"][row][kept],
-            "mask": generated[row][kept],
-            "logprobs": arrays[logprobs][row][kept],
-            "reward": reward,
-        }
-        trajectories.append(reading.trajectory_of(name, labels[row], [columns]))
-    return trajectories
+    arrays.setdefault("tool_mask", arrays["completion_mask"])
+    columns = {"input_ids": "completion_ids", "mask": "tool_mask", "logprobs": logprobs}
+    rows = reading.stretches(arrays, columns, arrays["completion_mask"])
+    prompts = reading.stretches(arrays, {"prompt_ids": "prompt_ids"}, arrays["prompt_mask"])
+    labels = reading.labels_of(op, "groups", groups, len(rows))
+    owners = zip(reading.row_ids(op, ids, labels), labels, strict=True)
+    return reading.joined(
+        op,
+        [(owner, [row]) for row, owner in enumerate(owners)],
+        lambda row, _: prompts[row] | rows[row],
+        rewards=reading.labels_of(op, "rewards", rewards, len(rows)),
+        missing_reward=missing_reward,
+        expected="the argument rewards",
+    )
 
 
 def to_async_samples(batch: PackedBatch) -> list[dict[str, Any]]:
@@ -179,31 +174,42 @@ def to_async_row(
     Raises:
         ValueError: As in all formats; also if a tree has another ``boundary``, or no nodes.
     """
-    if isinstance(batch, TreeNodes):
-        return row_of_tree(batch, num_trained)
-    places = layout.memory_of(batch).places[None]
-    advantages = layout.advantages_of("to_async_row", batch)
+    read = columns_of_tree if isinstance(batch, TreeNodes) else _columns
+    columns, order, num_sequences = read("to_async_row", batch)
     generated = batch.generated
     counted = generated.loss_mask.sum() if num_trained is None else num_trained
-    total = torch.full((1,), float(batch.num_tokens), device=batch.device)
-
-    return {
-        "input_ids": batch.input_ids[None],
-        "position_ids": batch.position_ids[None],
-        "shift_labels": torch.where(batch.loss_mask, batch.input_ids, IGNORED).roll(-1)[None],
-        "tree_kv_index": torch.arange(batch.num_tokens, device=batch.device)[None],
-        "tree_cu_seqlens_q": places,
-        "tree_cu_seqlens_k": places,
-        "tree_max_seqlens": torch.full((1, 2), batch.max_seqlen, device=batch.device),
-        "token_index": torch.where(generated.loss_mask, generated.predicted_by, -1)[None],
-        "old_log_probs": generated.rollout_logprobs[None],
-        "advantages": generated.of(advantages)[None],
-        "segment_id": generated.of(batch.sequence_ids.long())[None],
-        "attention_mask": torch.ones_like(batch.input_ids)[None],
+    of_generated = {
+        "token_index": torch.where(generated.loss_mask, generated.predicted_by, -1),
+        "old_log_probs": generated.rollout_logprobs,
+        "advantages": generated.advantages,
+    }
+    columns |= {
+        "input_ids": batch.input_ids,
+        "position_ids": batch.position_ids,
+        "attention_mask": torch.ones_like(batch.input_ids),
+        **{name: of if order is None else of[order] for name, of in of_generated.items()},
+    }
+    total = torch.full((1,), float(batch.input_ids.shape[0]), device=batch.device)
+    return {name: values[None] for name, values in columns.items()} | {
         "global_n_tokens": counted.reshape(1).float(),
         "global_n_forward_tokens": total,
-        "mean_seq_len": total / max(len(batch), 1),
+        "mean_seq_len": total / max(num_sequences, 1),
     }
+
+
+def _columns(op: str, batch: layout.Packed) -> tuple[dict[str, torch.Tensor], None, int]:
+    """Return what `to_async_row` has of sequences side by side, and their number."""
+    places = layout.memory_of(batch).places
+    layout.advantages_of(op, batch)
+    columns = {
+        "shift_labels": torch.where(batch.loss_mask, batch.input_ids, IGNORED).roll(-1),
+        "tree_kv_index": torch.arange(batch.num_tokens, device=batch.device),
+        "tree_cu_seqlens_q": places,
+        "tree_cu_seqlens_k": places,
+        "tree_max_seqlens": torch.full((2,), batch.max_seqlen, device=batch.device),
+        "segment_id": batch.generated.of(batch.sequence_ids.long()),
+    }
+    return columns, None, len(batch)
 
 
 def _of_sequences(op: str, batch: PackedBatch) -> torch.Tensor:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from trajpack.packing.conversion import sent
+from trajpack.packing.rows import layout
 from trajpack.packing.tree.nodes import TreeNodes
 from trajpack.packing.tree.trie import Ints, expanded
 
@@ -22,15 +23,8 @@ def to_tree_kwargs(tree: TreeNodes) -> dict[str, Any]:
     for layers with a recurrent state or a convolution: ``tree_recurrence.install(model)``.
 
     A segment is a stretch of nodes without branches; the padding of a micro-batch is one too, a
-    root. `boundary` may be either.
-
-    Args:
-        tree: A `TreeBatch` or `TreeMicroBatch`: trees of one row, as ``input_ids[None]`` and
-            ``position_ids[None]``.
-
-    Raises:
-        TypeError: If ``tree`` is neither.
-        ValueError: If it has no nodes.
+    root. ``tree`` is a `TreeBatch` or `TreeMicroBatch` with either `boundary`, else it is a
+    `TypeError`; without nodes it is a `ValueError`.
 
     Example:
         >>> from trajpack import Trajectory, Turn, pack_tree
@@ -39,7 +33,12 @@ def to_tree_kwargs(tree: TreeNodes) -> dict[str, Any]:
         >>> found["tree_kv_index"], found["tree_cu_seqlens_k"]
         (tensor([0, 1, 0, 1, 2, 0, 1, 3]), tensor([0, 2, 5, 8], dtype=torch.int32))
     """
-    check_tree("to_tree_kwargs", tree)
+    if not isinstance(tree, TreeNodes):
+        raise TypeError(
+            f"to_tree_kwargs: tree must be a TreeBatch or TreeMicroBatch, got {type(tree).__name__}"
+        )
+    if not tree.num_nodes:
+        raise ValueError("to_tree_kwargs: the tree must have nodes, got none")
     starts, parents, depths = tree.segments()
     paths, bounds = _paths(starts, parents, depths)
     levels = np.zeros_like(parents)
@@ -56,21 +55,9 @@ def to_tree_kwargs(tree: TreeNodes) -> dict[str, Any]:
     }
 
 
-def check_tree(op: str, tree: TreeNodes) -> None:
-    """Raise unless ``tree`` is a tree batch, or a micro-batch of one, with nodes."""
-    if not isinstance(tree, TreeNodes):
-        raise TypeError(
-            f"{op}: tree must be a TreeBatch or TreeMicroBatch, got {type(tree).__name__}"
-        )
-    if not tree.num_nodes:
-        raise ValueError(f"{op}: the tree must have nodes, got none")
-
-
-def row_of_tree(tree: TreeNodes, num_trained: torch.Tensor | None) -> dict[str, Any]:
-    """Implement `trajpack.packing.adapters.trl.to_async_row` for a tree."""
-    op = "to_async_row"
-    if tree.advantages is None:
-        raise ValueError(f"{op}: the batch has no advantages, call with_advantages first")
+def columns_of_tree(op: str, tree: TreeNodes) -> tuple[dict[str, torch.Tensor], torch.Tensor, int]:
+    """Return what `to_async_row` has of a tree, the order of its entries, its sequences' number."""
+    layout.advantages_of(op, tree)
     if tree.boundary != "duplicate":
         raise ValueError(
             f"{op}: TRL takes one label a row, so a tree needs pack_tree(..., "
@@ -78,26 +65,14 @@ def row_of_tree(tree: TreeNodes, num_trained: torch.Tensor | None) -> dict[str, 
         )
     given = to_tree_kwargs(tree)
     order, place = _by_places(tree)
-    entry = sent(order, tree.device)
-    longest = [given["tree_max_seqlen_q"], given["tree_max_seqlen_k"]]
-    total = torch.full((1,), float(tree.num_nodes), device=tree.device)
-    generated = tree.generated
-    counted = generated.loss_mask.sum() if num_trained is None else num_trained
-    return {
-        "input_ids": tree.input_ids[None],
-        "position_ids": tree.position_ids[None],
-        "shift_labels": tree.labels()[None],
-        **{name: given[name][None] for name in PATHS},
-        "tree_max_seqlens": sent(np.array([longest], np.int64), tree.device),
-        "token_index": torch.where(generated.loss_mask, generated.predicted_by, -1)[entry][None],
-        "old_log_probs": generated.rollout_logprobs[entry][None],
-        "advantages": generated.advantages[entry][None],
-        "segment_id": sent(place, tree.device)[None],
-        "attention_mask": torch.ones_like(tree.input_ids)[None],
-        "global_n_tokens": counted.reshape(1).float(),
-        "global_n_forward_tokens": total,
-        "mean_seq_len": total / max(len(tree.chains.trie.order), 1),
+    longest = np.array([given["tree_max_seqlen_q"], given["tree_max_seqlen_k"]], np.int64)
+    columns = {
+        "shift_labels": tree.labels(),
+        **{name: given[name] for name in PATHS},
+        "tree_max_seqlens": sent(longest, tree.device),
+        "segment_id": sent(place, tree.device),
     }
+    return columns, sent(order, tree.device), len(tree.chains.trie.order)
 
 
 def _paths(starts: Ints, parents: Ints, depths: Ints) -> tuple[Ints, Ints]:

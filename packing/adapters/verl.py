@@ -39,11 +39,10 @@ def to_data_proto_dict(
 ) -> dict[str, Any]:
     """Return the arguments of ``DataProto.from_dict``: a row for each sequence.
 
-    Prompts of ``P`` tokens are left-padded, responses of ``R`` right-padded: ``max_prompt_length``
-    and ``max_response_length``, those of the longest if ``None``. Column ``j`` of a response's
-    fields belongs to its token ``j``. ``scores="turns"`` puts each turn's reward at its last token,
-    ``"last"`` the sum of the trajectory's rewards at the row's last token, as verl's agent loops
-    do. ``meta_info`` are entries of the proto, such as the temperature.
+    Prompts are left-padded, responses right-padded, to the longest if no width is given.
+    ``scores="turns"`` puts each turn's reward at its last token, ``"last"`` the sum of the
+    trajectory's rewards at the row's last token, as verl's agent loops do. ``meta_info`` are
+    entries of the proto, such as the temperature.
 
     Raises:
         ValueError: As in all formats, and if a prompt or a response is longer than its width.
@@ -177,12 +176,10 @@ def from_data_proto(
     """Return the trajectories of a padded ``DataProto``, or of its dictionary form.
 
     A row is a trajectory; rows with the same one of ``ids`` are one, whose reward is that of the
-    last, as in `from_agent_loop_outputs`. Log-probabilities are ``rollout_log_probs``; rewards
-    ``token_level_scores``, else ``rm_scores``, each for its turn, else ``missing_reward`` for the
-    last turn; groups are the ``uid``; versions go from ``min_global_steps`` to
-    ``max_global_steps`` if present.
-
-    Lost in the format: truncation, versions of single tokens, the discount.
+    last. Rewards are ``token_level_scores``, else ``rm_scores``, each for its turn, else
+    ``missing_reward`` for the last turn; groups are the ``uid``; versions go from
+    ``min_global_steps`` to ``max_global_steps`` if present. Lost in the format: truncation,
+    versions of single tokens, the discount.
     """
     op = "from_data_proto"
     tensors, labels = _parts_of_proto(proto)
@@ -203,18 +200,18 @@ def from_data_proto(
     if not scores and num_rows:
         expected = "token_level_scores or rm_scores"
         reward = reading.reward_or_missing(op, None, missing_reward, expected=expected)
-    in_prompt, in_response = np.split(arrays["attention_mask"] != 0, [num_prompt], axis=1)
-    rows = [
-        {
-            "input_ids": arrays["responses"][row][of],
-            "mask": arrays["response_mask"][row][of],
-            "logprobs": arrays["rollout_log_probs"][row][of],
-            "prompt_ids": arrays["prompts"][row][in_prompt[row]],
-            "token_rewards": arrays[scores[0]][row][of] if scores else None,
-            "reward": reward,
-            "version_range": _version_range(*(values[row] for values in steps)),
-        }
-        for row, of in enumerate(in_response)
+    in_prompt, in_response = np.split(arrays["attention_mask"], [num_prompt], axis=1)
+    columns = {"input_ids": "responses", "mask": "response_mask", "logprobs": "rollout_log_probs"}
+    if scores:
+        columns["token_rewards"] = scores[0]
+    rows: list[dict[str, Any]] = [
+        prompt | row | {"reward": reward, "version_range": _version_range(*versions)}
+        for prompt, row, *versions in zip(
+            reading.stretches(arrays, {"prompt_ids": "prompts"}, in_prompt),
+            reading.stretches(arrays, columns, in_response),
+            *steps,
+            strict=True,
+        )
     ]
     groups = [None if uid is None else str(uid) for uid in uids]
     owners = reading.rows_by(zip(reading.row_ids(op, ids, uids), groups, strict=True))
@@ -236,13 +233,11 @@ def from_agent_loop_outputs(
 ) -> list[Trajectory]:
     """Return the trajectories of ``AgentLoopOutput``, or of dictionaries with its fields.
 
-    As `from_data_proto`; the reward is ``reward_score``, for the last turn, and versions are in
-    ``extra_fields``. A list of outputs is one session whose history was rewritten, as in verl's V1
-    trainer: one trajectory with the turns of all outputs. Its reward is that of the last output;
-    verl's copies of it in the other outputs are not counted.
-
-    ``fields`` may be those of `WHOLE_SEQUENCE_FIELDS`. Tokens behind the last recorded route get
-    rows of zeros, as in verl.
+    A list of outputs is one session whose history was rewritten, as in verl's V1 trainer: one
+    trajectory with the turns of all outputs. Its reward is the ``reward_score`` of the last output,
+    for its last turn; verl's copies of it in the others are not counted. ``fields`` may be
+    ``"routed_experts"``, ``"teacher_ids"`` and ``"teacher_logprobs"``; tokens behind the last
+    recorded route get rows of zeros, as in verl.
     """
     op = "from_agent_loop_outputs"
     reading.check_known_fields(op, fields, reading.WHOLE_SEQUENCE_FIELDS)
@@ -253,12 +248,9 @@ def from_agent_loop_outputs(
         if not session:
             raise ValueError(f"{op}: {name!r} is an empty list of outputs")
         given = [reading.fields_of(f"{op}: the output of {name!r}", output) for output in session]
+        reward, of = given[-1].get("reward_score"), repr(name)
         reward = reading.reward_or_missing(
-            op,
-            given[-1].get("reward_score"),
-            missing_reward,
-            expected="reward_score",
-            of=repr(name),
+            op, reward, missing_reward, expected="reward_score", of=of
         )
         rows = [_output(f"{op}: {name!r}", output, fields) for output in given]
         rows[-1]["reward"] = reward

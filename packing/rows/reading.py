@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -193,6 +193,16 @@ def host_arrays(
     return {key: host_array(tensors[key]) for key in there}
 
 
+def stretches(
+    arrays: Mapping[str, npt.NDArray[Any]], columns: Mapping[str, str], mask: npt.NDArray[Any]
+) -> list[dict[str, npt.NDArray[Any]]]:
+    """Return of each row what a mask selects, by the argument of `turns_of` for each key."""
+    return [
+        {name: arrays[key][row][kept] for name, key in columns.items()}
+        for row, kept in enumerate(mask != 0)
+    ]
+
+
 def check_shapes(
     op: str, arrays: Mapping[str, npt.NDArray[Any]], expected: Mapping[str, Sequence[int]]
 ) -> None:
@@ -272,18 +282,34 @@ def reward_or_missing(
     return as_number("missing_reward", missing_reward)
 
 
-def shared_reward(
-    op: str, rewards: Sequence[Any], missing_reward: float | None, *, expected: str, of: str
-) -> Any:
-    """Return the reward that all rows of a trajectory have, but those that lack it.
+def joined(
+    op: str,
+    owned: Iterable[tuple[tuple[str, str | None], Sequence[int]]],
+    row_of: Callable[[int, str], dict[str, Any]],
+    *,
+    rewards: Sequence[Any],
+    missing_reward: float | None,
+    expected: str,
+) -> list[Trajectory]:
+    """Return a trajectory for each name and group with the indices of its rows.
 
-    Else as `reward_or_missing`; a `ValueError` if they differ.
+    Its last turn has the reward that all its rows have, but those that lack it, else as
+    `reward_or_missing`; a `ValueError` if they differ. ``row_of`` returns the arguments of
+    `turns_of` for an index and the words with which errors begin.
     """
-    there = [reward for reward in rewards if reward is not None]
-    if any(reward != there[0] for reward in there[1:]):
-        raise ValueError(f"{op}: the rows of {of} must have one reward, got {there}")
-    reward = there[0] if there else None
-    return reward_or_missing(op, reward, missing_reward, expected=expected, of=of)
+    trajectories = []
+    for (name, group), own in owned:
+        whose = f"trajectory {name!r}"
+        there = [rewards[row] for row in own if rewards[row] is not None]
+        if any(reward != there[0] for reward in there[1:]):
+            raise ValueError(f"{op}: the rows of {whose} must have one reward, got {there}")
+        reward = reward_or_missing(
+            op, *there[:1] or [None], missing_reward, expected=expected.format(own[-1]), of=whose
+        )
+        rows = [row_of(row, whose) for row in own]
+        rows[-1]["reward"] = reward
+        trajectories.append(trajectory_of(name, group, rows))
+    return trajectories
 
 
 def row_ids(op: str, ids: Iterable[str] | None, groups: Sequence[object]) -> list[str]:
@@ -322,14 +348,14 @@ def filled_up(rows: npt.NDArray[Any], length: int, fill: npt.ArrayLike) -> npt.N
     return np.concatenate([rows, np.broadcast_to(np.asarray(fill, rows.dtype), behind)])
 
 
-def routes_of_all(name: str, routes: npt.NDArray[Any], length: int) -> npt.NDArray[Any]:
+def routes_of_all(whose: str, routes: npt.NDArray[Any], length: int) -> npt.NDArray[Any]:
     """Return routes for ``length`` tokens, with experts 0, 1, 2, ... behind the last captured one.
 
     The experts of a token must differ, since trainers dispatch by their number.
     """
     if routes.ndim != 3:
         raise ValueError(
-            f"{name}: routes must be [tokens, layers, k], got shape {list(routes.shape)}"
+            f"{whose}: routes must be [tokens, layers, k], got shape {[*routes.shape]}"
         )
     return filled_up(routes, length, np.arange(routes.shape[-1]))
 

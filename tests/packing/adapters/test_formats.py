@@ -136,7 +136,6 @@ REWARDED = pack([Trajectory(name, TURNS, group="g") for name in "ab"])
 PADDED = areal.to_padded_dict(REWARDED)
 PROTO = verl.to_data_proto_dict(REWARDED)
 SAMPLES = slime.to_samples(REWARDED)
-TRAIN = slime.to_train_data(REWARDED)
 GENERATED = skyrl.to_generator_output(REWARDED, rewards="rows")
 PRIME = prime_rl.to_training_samples(REWARDED)
 OUTPUT = {
@@ -175,9 +174,6 @@ MISSING = {
     ),
     "slime": (slime.from_samples, [SAMPLES[0], without(SAMPLES[1], "reward")], "reward"),
     "slime, None": (slime.from_samples, [SAMPLES[0] | {"reward": None}], "reward"),
-    "slime, train": (slime.from_train_data, TRAIN | {"raw_reward": [1.0, None]}, "raw_reward"),
-    "slime, no key": (slime.from_train_data, without(TRAIN, "raw_reward"), "raw_reward"),
-    "slime, key is None": (slime.from_train_data, TRAIN | {"raw_reward": None}, "raw_reward"),
     "skyrl": (skyrl.from_generator_output, GENERATED | {"rewards": [1.0, None]}, r"rewards\[1\]"),
     "skyrl, no key": (skyrl.from_generator_output, without(GENERATED, "rewards"), r"rewards\[0\]"),
     "skyrl, None": (skyrl.from_generator_output, GENERATED | {"rewards": None}, r"rewards\[0\]"),
@@ -214,7 +210,6 @@ def test_missing_rewards_are_refused_unless_the_caller_gives_one(
         (verl.from_data_proto, PROTO),
         (verl.from_agent_loop_outputs, [OUTPUT | {"reward_score": 0.0}]),
         (slime.from_samples, SAMPLES),
-        (slime.from_train_data, TRAIN),
         (skyrl.from_generator_output, GENERATED),
         (prime_rl.from_training_samples, []),
     ],
@@ -235,7 +230,6 @@ READ = {
     ),
     "agent loop": lambda reward: verl.from_agent_loop_outputs([OUTPUT | {"reward_score": reward}]),
     "slime": lambda reward: slime.from_samples([SAMPLES[0] | {"reward": reward}]),
-    "slime, train": lambda reward: slime.from_train_data(TRAIN | {"raw_reward": [1.0, reward]}),
     "skyrl": lambda reward: skyrl.from_generator_output(GENERATED | {"rewards": [1.0, reward]}),
     "skyrl, token": lambda reward: skyrl.from_generator_output(
         GENERATED | {"rewards": [[0.0] * 3, [0.0, reward, 0.0]]}
@@ -278,8 +272,6 @@ def test_none_in_the_place_of_a_rollout_is_refused_by_name() -> None:
     ):
         with pytest.raises(ValueError, match="from_data_proto: the proto's batch is None"):
             verl.from_data_proto(empty)
-    with pytest.raises(ValueError, match=r"\['tokens'\] are missing"):
-        slime.from_train_data(TRAIN | {"tokens": None})
     found = verl.from_data_proto(PROTO | {"non_tensors": None})
     assert [one.group for one in found] == [None, None]
 
@@ -353,10 +345,6 @@ REFUSED: dict[Any, list[tuple[Any, dict[str, Any], str]]] = {
         ([SAMPLE | {"reward": {"acc": 1}}], {}, "'4_0': reward must be a number, got dict"),
         ([SAMPLE | {"reward": "1"}], {}, "'4_0': reward must be a number, got str"),
         ([SAMPLE | {"rollout_log_probs": [-1.0]}], {}, r"logprobs must have shape \[2\]"),
-    ],
-    slime.from_train_data: [
-        (without(TRAIN, "tokens"), {}, r"\['tokens'\] are missing"),
-        (shorter(TRAIN, "truncated"), {}, "lists must have one length, got .*'truncated': 1"),
     ],
     partial(prime_rl.from_training_samples, missing_reward=0.0): [
         *(

@@ -325,7 +325,7 @@ def test_rows_of_the_dictionary_are_the_sequences_again(level):
 def test_dictionaries_that_cannot_be_read_are_refused():
     inputs = to_grpo_inputs(plain_batch().with_advantages(GRPO()), pad_token_id=0)
     for changes, options, message in (
-        ({}, {}, "the reward of row 0 is missing, expected the argument rewards"),
+        ({}, {}, "the reward of trajectory '0' is missing, expected the argument rewards"),
         ({}, {"rewards": [1.0]}, "rewards must be 3, one a row, got 1"),
         ({"sampling_per_token_logps": None}, {}, r"\['sampling_per_token_logps'\] are missing"),
         ({"tool_mask": torch.ones(3, 1)}, {}, r"tool_mask must have shape \[3, 10\], got \[3, 1\]"),

@@ -240,7 +240,7 @@ def test_an_episode_counts_once_and_ends_as_it_did(trajectories, layout):
         "prime-rl": (FORMATS["prime-rl"][0], partial(prime_rl.from_training_samples, **by_trace)),
     }
     sums = [sum(turn.reward for turn in one.turns) for one in trajectories]
-    of_all = ["skyrl", "slime", "slime, train", "prime-rl"]
+    of_all = ["skyrl", "slime", "prime-rl"]
     if min(batch.tables.generated_lens, default=1):  # verl loses rewards of rows without a response
         of_all.append("verl")
     for name in of_all:
@@ -289,7 +289,6 @@ TEMPERATURES = TokenField("temperatures", torch.float32)
 WITH_FIELDS: dict[str, tuple[Any, Any, list[TokenField]]] = {
     "skyrl": (*FORMATS["skyrl"], [ROUTES, MASK]),
     "slime": (*FORMATS["slime"], [ROUTES, MASK, TEACHER]),
-    "slime, train": (*FORMATS["slime, train"], [ROUTES, MASK, TEACHER]),
     "prime-rl": (
         prime_rl.to_training_samples,
         partial(prime_rl.from_training_samples, missing_reward=0.0),

@@ -35,7 +35,8 @@ from trajpack.packing.micro_batches.cutting import (
 from trajpack.packing.micro_batches.generated import Generated, generated_of, with_loss_mask
 from trajpack.packing.micro_batches.labels import drop, labels, shift
 from trajpack.packing.micro_batches.logprobs import logprobs
-from trajpack.packing.micro_batches.micro_batch import model_inputs, record_storages
+from trajpack.packing.micro_batches.micro_batch import record_storages
+from trajpack.packing.micro_batches.model_inputs import model_inputs
 from trajpack.packing.representation import missing_attribute, public_names
 from trajpack.packing.text import counted
 from trajpack.packing.token_fields import TokenField
@@ -158,6 +159,7 @@ class PackedBatch:
     metric_names: tuple[str, ...] = ()
     ragged_values: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
 
+    model_inputs = model_inputs
     labels = labels
     shift = shift
     drop = drop
@@ -272,46 +274,6 @@ class PackedBatch:
         """
         more = [*self.fields.values(), *self.ragged_values.values(), self.tables]
         record_storages([*self.tensors().values(), *more], stream)
-
-    def model_inputs(self, *, mrope: bool = False) -> dict[str, Any]:
-        """Return keyword arguments for a Hugging Face causal model's ``forward``.
-
-        The inputs are one row with all sequences. Different layers need different arguments to keep
-        the sequences apart:
-
-        ================================= =========================================================
-        layer                             argument
-        ================================= =========================================================
-        flash attention                   ``cu_seq_lens_q``, ``cu_seq_lens_k``, their maxima
-        eager and sdpa attention          ``position_ids``, without cache and ``attention_mask``:
-                                          a mask of ones lets sequences attend to each other
-        short convolution, Mamba2         ``seq_idx``
-        gated delta rule (Qwen3.5)        ``cu_seq_lens_q``; its convolution ``seq_idx``
-        ================================= =========================================================
-
-        Some models ignore an argument that their layers need, without an error: Mamba2, Jamba,
-        LFM3, GPT-OSS on eager attention, among others. Call
-        `trajpack.packing.adapters.huggingface.check_isolation` once, before a model's first batch.
-
-        Args:
-            mrope: Whether ``position_ids`` are int64 ``[4, 1, tokens]``, all rows alike: the
-                positions of text and of mRoPE. Classes for images and text such as
-                ``Qwen2_5_VLForConditionalGeneration`` need it, also without an image.
-
-        Returns:
-            ``input_ids`` and ``position_ids``, int64 ``[1, tokens]``; ``seq_idx``, int32
-            ``[1, tokens]``: `sequence_ids`; ``cu_seq_lens_q`` and ``cu_seq_lens_k``, int32
-            ``[sequences + 1]``; ``max_length_q`` and ``max_length_k``, integers;
-            ``use_cache=False``.
-        """
-        return model_inputs(
-            self.input_ids,
-            self.position_ids,
-            self.sequence_ids,
-            places=self.cu_seqlens,
-            max_seqlen=self.max_seqlen,
-            mrope=mrope,
-        )
 
     def with_advantages(  # noqa: PLR0913 - estimators need different tensors
         self,

@@ -194,7 +194,9 @@ def generated_of(batch: PackedBatch | MicroBatch) -> Generated:
     return Generated(batch, place, (place - 1).clamp_(min=0), index=place)
 
 
-def with_loss_mask(batch: B, keep: torch.Tensor) -> B:  # noqa: D417 - a method of batches
+def with_loss_mask(  # noqa: D417 - a method of batches
+    batch: B, keep: torch.Tensor
+) -> B:
     """Return the batch with a `loss_mask` that is False where ``keep`` is: drop these tokens.
 
     Tokens that are dropped are not trained: `Generated` says what they have. They stay in the

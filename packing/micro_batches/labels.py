@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import torch
 
 from trajpack.kernels.rearrange.shift import Direction, End, drop_tokens, end_tokens, shift_tokens
+from trajpack.packing.micro_batches.model_inputs import places_of
 
 if TYPE_CHECKING:
     from trajpack.packing.batch.batch import PackedBatch
@@ -64,7 +65,7 @@ def labels(  # noqa: D417 - a method of batches
         raise ValueError(f"convention must be 'next', 'own' or 'drop_last', got {convention!r}")
     if not batch.num_tokens:
         return own
-    return own.index_fill_(0, end_tokens(_boundaries(batch), batch.num_tokens, "first"), ignore)
+    return own.index_fill_(0, end_tokens(places_of(batch), batch.num_tokens, "first"), ignore)
 
 
 def shift(
@@ -83,7 +84,7 @@ def shift(
         ValueError: If ``x`` has another number of tokens, or ``direction`` is neither.
     """
     _check_given(batch, "shift", x)
-    return shift_tokens(x, _boundaries(batch), direction, fill)
+    return shift_tokens(x, places_of(batch), direction, fill)
 
 
 def drop(batch: PackedBatch | MicroBatch, x: torch.Tensor, end: End) -> torch.Tensor:
@@ -98,13 +99,7 @@ def drop(batch: PackedBatch | MicroBatch, x: torch.Tensor, end: End) -> torch.Te
     """
     _check_given(batch, "drop", x)
     lengths = getattr(batch, "padded_seqlens", batch.seqlens)
-    return drop_tokens(x, _boundaries(batch), end, sum(length > 0 for length in lengths))
-
-
-def _boundaries(batch: PackedBatch | MicroBatch) -> torch.Tensor:
-    """Return the boundaries of sequences in memory, padding included."""
-    bounds: torch.Tensor = getattr(batch, "cu_seqlens_padded", batch.cu_seqlens)
-    return bounds
+    return drop_tokens(x, places_of(batch), end, sum(length > 0 for length in lengths))
 
 
 def _check_given(batch: PackedBatch | MicroBatch, op: str, x: torch.Tensor | None) -> None:

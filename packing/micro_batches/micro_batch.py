@@ -13,6 +13,7 @@ from trajpack.kernels.rearrange.context_parallel import Partition, chunks_of, co
 from trajpack.packing.micro_batches.generated import Generated, generated_of
 from trajpack.packing.micro_batches.labels import drop, labels, shift
 from trajpack.packing.micro_batches.logprobs import logprobs
+from trajpack.packing.micro_batches.model_inputs import model_inputs
 from trajpack.packing.representation import missing_attribute, public_names
 
 M = TypeVar("M")
@@ -75,28 +76,6 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif hasattr(value, "_fields"):  # a named tuple; others have many host values, and no tensors
         for part in value:
             yield from _tensors_in(part)
-
-
-def model_inputs(
-    input_ids: torch.Tensor,
-    position_ids: torch.Tensor,
-    sequence_ids: torch.Tensor,
-    *,
-    places: torch.Tensor,
-    max_seqlen: int,
-    mrope: bool,
-) -> dict[str, Any]:
-    """Return what `PackedBatch.model_inputs` does; ``places`` are the boundaries in memory."""
-    return {
-        "input_ids": input_ids[None],
-        "position_ids": position_ids.expand(4, 1, -1) if mrope else position_ids[None],
-        "seq_idx": sequence_ids[None],
-        "use_cache": False,
-        "cu_seq_lens_q": places,
-        "cu_seq_lens_k": places,
-        "max_length_q": max_seqlen,
-        "max_length_k": max_seqlen,
-    }
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -167,6 +146,7 @@ class MicroBatch:
     ragged_values: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     value_counts: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
+    model_inputs = model_inputs
     labels = labels
     shift = shift
     drop = drop
@@ -234,25 +214,6 @@ class MicroBatch:
     def pin_memory(self) -> MicroBatch:
         """Return the micro-batch in pinned memory, as a `torch.utils.data.DataLoader` asks for."""
         return moved(self, torch.Tensor.pin_memory)
-
-    def model_inputs(self, *, mrope: bool = False) -> dict[str, Any]:
-        """Return keyword arguments for a Hugging Face causal model's ``forward``.
-
-        As `PackedBatch.model_inputs`, with the same keys. Boundaries and ``seq_idx`` are those in
-        memory: padding ends the sequence before it or is a separate sequence, so that no token of
-        another sequence sees it.
-
-        Args:
-            mrope: As for `PackedBatch.model_inputs`.
-        """
-        return model_inputs(
-            self.input_ids,
-            self.position_ids,
-            self.sequence_ids,
-            places=self.cu_seqlens_padded,
-            max_seqlen=self.max_seqlen,
-            mrope=mrope,
-        )
 
     def context_parallel_index(
         self, cp_size: int, cp_rank: int, partition: Partition = "zigzag"

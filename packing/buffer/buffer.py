@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import warnings
 from collections.abc import Iterable, Sequence
-from threading import Lock
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,9 @@ from trajpack.packing.types import Trajectory, several_trajectories
 
 ROUNDING = 0.01
 """Log-probabilities up to this are 0 with the rounding errors of an engine."""
+
+LONG = 1 << 19
+"""Tokens of prompts and completions from which `TrajectoryBuffer.aadd` takes a thread."""
 
 
 class Packed(NamedTuple):
@@ -85,7 +89,7 @@ def pack(
     return buffer.pack(layout=layout, impl=impl)
 
 
-def _warn(signs: Signs) -> None:
+def _warn(signs: Signs, stacklevel: int) -> None:
     """Warn of positive log-probabilities, and of prompts that repeat their history otherwise."""
     found = {
         "completion_logprobs has positive numbers, which are no logarithms of probabilities: give "
@@ -100,7 +104,7 @@ def _warn(signs: Signs) -> None:
     }
     for message, is_so in found.items():
         if is_so:  # at the line that calls add, extend or pack
-            warnings.warn(f"TrajectoryBuffer.extend: {message}", stacklevel=4)
+            warnings.warn(f"TrajectoryBuffer.extend: {message}", stacklevel=stacklevel)
 
 
 class TrajectoryBuffer:
@@ -140,7 +144,8 @@ class TrajectoryBuffer:
         self._staging = Staging(self.device, num_words)
         self._stored = Stored.empty(self.fields)
         self._packed: Packed | None = None
-        self._lock = Lock()
+        self._worker: ThreadPoolExecutor | None = None
+        self._last: Future[None] | None = None
 
     def __len__(self) -> int:
         """Number of stored trajectories."""
@@ -176,7 +181,33 @@ class TrajectoryBuffer:
 
     def add(self, trajectory: Trajectory) -> None:
         """Check a trajectory and store the new tokens of its turns: `extend` by one."""
-        self._take((trajectory,))
+        if self._last is not None:
+            self._await_last()
+        signs = take(self._stored, self._staging, (trajectory,), self.fields, self.capacity)
+        if signs is not NOTHING:
+            _warn(signs, 3)
+
+    async def aadd(self, trajectory: Trajectory) -> None:
+        """Do what `add` does, from an event loop of asyncio.
+
+        A long trajectory is stored by a thread, which copies arrays without the GIL; a short one is
+        stored at once. Trajectories are stored in the order of the calls. Other calls of the buffer
+        wait until the thread has stored what it was given; a cancelled call is stored too.
+        """
+        try:
+            turns = trajectory.turns
+            num_given = sum(
+                len(ids) for one in turns for ids in (one.prompt_ids, one.completion_ids)
+            )
+        except (AttributeError, TypeError):  # which `add` names
+            num_given = 0
+        if num_given < LONG and (self._last is None or self._last.done()):
+            self._take((trajectory,))
+            return
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, "trajpack-buffer")
+        self._last = self._worker.submit(self._take, (trajectory,))
+        await asyncio.shield(asyncio.wrap_future(self._last))
 
     def extend(self, trajectories: Iterable[Trajectory]) -> None:
         """Check trajectories and store the new tokens of their turns.
@@ -198,13 +229,14 @@ class TrajectoryBuffer:
 
         No other thread may write the arrays meanwhile.
         """
+        self._await_last()
         self._take(several_trajectories(trajectories))
 
     def clear(self) -> None:
         """Remove all trajectories and keep the memory. Packed batches stay valid."""
-        with self._lock:
-            self._stored, self._packed = Stored.empty(self.fields), None
-            self._staging.clear()
+        self._await_last()
+        self._stored, self._packed = Stored.empty(self.fields), None
+        self._staging.clear()
 
     def pack(self, layout: Layout = "merged", impl: Impl = "auto") -> PackedBatch:
         """Return all trajectories as one batch; the buffer keeps them.
@@ -220,7 +252,8 @@ class TrajectoryBuffer:
         """
         check_layout(layout)
         chosen = resolve_impl("pack", impl, self.device)
-        with self._lock, self._staging.on_device():
+        self._await_last()
+        with self._staging.on_device():
             tables, counts = self._tables_of(layout), self._stored.counts
             region = self._staging.send(counts[Count.WORDS], tables.arrays)
             columns = write_batch(region, tables, self.fields, chosen)
@@ -231,10 +264,15 @@ class TrajectoryBuffer:
     def _take(self, trajectories: tuple[Trajectory, ...]) -> None:
         if not trajectories:
             return
-        with self._lock:
-            signs = take(self._stored, self._staging, trajectories, self.fields, self.capacity)
+        signs = take(self._stored, self._staging, trajectories, self.fields, self.capacity)
         if signs is not NOTHING:
-            _warn(signs)
+            _warn(signs, 4)
+
+    def _await_last(self) -> None:
+        """Wait until the thread of `aadd` has stored what it was given."""
+        if self._last is not None:
+            wait([self._last])
+            self._last = None
 
     def _tables_of(self, layout: Layout) -> Tables:
         """Return the tables of the content, which stay until it changes."""

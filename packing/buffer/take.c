@@ -45,15 +45,16 @@ typedef struct { /* `TURN` of stored.py */
 } TurnRow;
 
 typedef struct { int32_t source, size; } ChainRow; /* `CHAIN` of stored.py */
-typedef struct { Piece prompt, completion, logprobs; TurnRow row; } Turn;
+typedef struct {
+    Piece prompt, completion, logprobs;
+    TurnRow row;
+    int32_t num_turns, tip; /* of the trajectory and of the chain with this number, not of this turn */
+} Turn;
 
 typedef struct {
     Turn *turns;
     Py_ssize_t num_turns, room;
-    int32_t *turns_of; /* number of turns of each trajectory */
-    Py_ssize_t num_trajectories;
-    int32_t *tips; /* last turn of each chain */
-    Py_ssize_t num_chains, num_tokens, num_generated, num_bytes;
+    Py_ssize_t num_trajectories, num_chains, num_tokens, num_generated, num_bytes;
     int32_t breaks[MOST_BREAKS][3]; /* trajectory, turn of its history, turn */
     int num_breaks;
     float largest; /* log-probability, or 0 */
@@ -72,8 +73,6 @@ static void free_call(Call *call) {
         free_piece(&call->turns[i].logprobs);
     }
     free(call->turns);
-    free(call->turns_of);
-    free(call->tips);
 }
 
 /* Functions that return int return 1, or 0 if the call is not plain, with or without an error. */
@@ -175,7 +174,7 @@ static int read_turn(Call *call, PyObject *object, Py_ssize_t before, PyObject *
     for (int i = 0; is_plain && i < NUM_OF_TURN; i++)
         is_plain = (values[i] = PyObject_GetAttr(object, turn_names[i])) != NULL;
     if (is_plain && call->num_turns == call->room) {
-        Turn *larger = realloc(call->turns, (call->room = 2 * call->room + 8) * sizeof(Turn));
+        Turn *larger = realloc(call->turns, (call->room = 2 * call->room + 4) * sizeof(Turn));
         if ((is_plain = larger != NULL))
             call->turns = larger;
     }
@@ -225,7 +224,8 @@ static int read_trajectory(Call *call, PyObject *object, Py_ssize_t before, PyOb
     Py_ssize_t size = is_plain ? PyTuple_Size(values[TURNS]) : 0;
     for (Py_ssize_t i = 0; is_plain && i < size; i++)
         is_plain = read_turn(call, PyTuple_GetItem(values[TURNS], i), before, PyTuple_GetItem(stored, OF_SPANS));
-    call->turns_of[call->num_trajectories++] = (int32_t)size;
+    if (is_plain)
+        call->turns[call->num_trajectories++].num_turns = (int32_t)size;
     for (int i = 0; i < NUM_OF_TRAJECTORY; i++)
         Py_XDECREF(values[i]);
     return is_plain;
@@ -250,6 +250,10 @@ static Py_ssize_t size_of(const Turn *turn) {
     return (Py_ssize_t)turn->prompt.size + turn->completion.size;
 }
 
+static const Turn *tip_of(const Call *call, Py_ssize_t chain) {
+    return &call->turns[call->turns[chain].tip];
+}
+
 static int repeats(const Turn *turn, const Turn *history) {
     const int32_t *prompt = turn->prompt.data;
     size_t begin = history->prompt.size, size = history->completion.size;
@@ -260,15 +264,15 @@ static int repeats(const Turn *turn, const Turn *history) {
 
 static int find_chains(Call *call) {
     Py_ssize_t first = 0;
-    for (Py_ssize_t j = 0; j < call->num_trajectories; first += call->turns_of[j++]) {
+    for (Py_ssize_t j = 0; j < call->num_trajectories; first += call->turns[j++].num_turns) {
         Py_ssize_t first_chain = call->num_chains;
-        for (Py_ssize_t i = 0; i < call->turns_of[j]; i++) {
+        for (Py_ssize_t i = 0; i < call->turns[j].num_turns; i++) {
             Turn *turn = &call->turns[first + i];
             if (!narrow(&turn->prompt) || !narrow(&turn->completion))
                 return 0;
             Py_ssize_t chain = -1, longest = -1;
             for (Py_ssize_t c = call->num_chains - 1; c >= first_chain; c--) {
-                const Turn *tip = &call->turns[call->tips[c]];
+                const Turn *tip = tip_of(call, c);
                 Py_ssize_t size = size_of(tip);
                 if (size > longest && size <= turn->prompt.size && repeats(turn, tip))
                     chain = c, longest = size;
@@ -277,15 +281,15 @@ static int find_chains(Call *call) {
                 chain = call->num_chains++;
                 if (chain > first_chain && call->num_breaks < MOST_BREAKS) {
                     int32_t *at = call->breaks[call->num_breaks++];
-                    at[0] = (int32_t)j, at[1] = (int32_t)(call->tips[chain - 1] - first), at[2] = (int32_t)i;
+                    at[0] = (int32_t)j, at[1] = (int32_t)(call->turns[chain - 1].tip - first), at[2] = (int32_t)i;
                 }
             }
-            call->tips[chain] = (int32_t)(first + i);
+            call->turns[chain].tip = (int32_t)(first + i);
             turn->row.chain = (int32_t)chain;
             call->num_generated += turn->row.size;
         }
         for (Py_ssize_t c = first_chain; c < call->num_chains; c++)
-            call->num_tokens += size_of(&call->turns[call->tips[c]]);
+            call->num_tokens += size_of(tip_of(call, c));
     }
     return 1;
 }
@@ -324,7 +328,7 @@ static int copy(Call *call, int32_t *stream, Py_ssize_t used) {
     int32_t *out = stream + used, seen = 0, most = 0;
     int is_plain = 1;
     for (Py_ssize_t c = 0; c < call->num_chains; c++) {
-        const Turn *tip = &call->turns[call->tips[c]];
+        const Turn *tip = tip_of(call, c);
         seen |= copy_ids(out, &tip->prompt);
         seen |= copy_ids(out + tip->prompt.size, &tip->completion);
         out += size_of(tip);
@@ -355,11 +359,12 @@ static int keep(const Call *call, PyObject *stored, int64_t *counts) {
     }
     int64_t source = counts[WORDS];
     for (Py_ssize_t c = 0; c < call->num_chains; c++) {
-        int32_t size = (int32_t)size_of(&call->turns[call->tips[c]]);
+        int32_t size = (int32_t)size_of(tip_of(call, c));
         chain_rows[c] = (ChainRow){(int32_t)source, size};
         source += size;
     }
-    memcpy(turns_of, call->turns_of, 4 * call->num_trajectories);
+    for (Py_ssize_t j = 0; j < call->num_trajectories; j++)
+        turns_of[j] = call->turns[j].num_turns;
     counts[WORDS] += call->num_tokens + call->num_generated;
     counts[TOKENS] += call->num_tokens;
     counts[GENERATED] += call->num_generated;
@@ -395,14 +400,10 @@ static int store(Call *call, PyObject *stored, PyObject *staging, int64_t *count
 
 static int read_call(Call *call, PyObject *stored, PyObject *trajectories, const int64_t *counts) {
     Py_ssize_t num_trajectories = PyTuple_Size(trajectories);
-    call->room = num_trajectories;
-    call->turns = malloc((num_trajectories + 1) * sizeof(Turn));
-    call->turns_of = malloc((num_trajectories + 1) * sizeof(int32_t));
-    int is_plain = call->turns && call->turns_of;
+    int is_plain = 1;
     for (Py_ssize_t j = 0; is_plain && j < num_trajectories; j++)
         is_plain = read_trajectory(call, PyTuple_GetItem(trajectories, j), counts[NUM_TURNS], stored);
-    call->tips = malloc((call->num_turns + 1) * sizeof(int32_t));
-    if (!is_plain || !call->tips || call->num_turns > INT32_MAX)
+    if (!is_plain || call->num_turns > INT32_MAX)
         return 0;
     PyThreadState *state = call->num_bytes < ALONE ? NULL : PyEval_SaveThread();
     is_plain = find_chains(call);
@@ -423,8 +424,17 @@ static void cut(PyObject *stored, const int64_t *counts) {
         PyList_SetSlice(spans, counts[NUM_SPANS], PY_SSIZE_T_MAX, NULL);
 }
 
-/* take(stored, staging, trajectories, room): None if the call is not plain, else the largest
-   log-probability, or 0, and the first breaks. */
+static PyObject *signs(const Call *call) {
+    PyObject *breaks = PyTuple_New(call->num_breaks);
+    for (int i = 0; breaks && i < call->num_breaks; i++) {
+        const int32_t *at = call->breaks[i];
+        PyTuple_SetItem(breaks, i, Py_BuildValue("iii", at[0], at[1], at[2]));
+    }
+    return breaks ? Py_BuildValue("dN", (double)call->largest, breaks) : NULL;
+}
+
+/* take(stored, staging, trajectories, room): None if the call is not plain; the largest
+   log-probability, or 0, and the first breaks; or True if there are none. */
 static PyObject *take(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
     Py_buffer view;
     PyObject *result = NULL, *stored = arguments[0];
@@ -435,11 +445,7 @@ static PyObject *take(PyObject *module, PyObject *const *arguments, Py_ssize_t c
     if (read_call(&call, stored, arguments[2], view.buf)
         && call.num_tokens <= PyLong_AsSsize_t(arguments[3])
         && store(&call, stored, arguments[1], view.buf)) {
-        PyObject *breaks = PyTuple_New(call.num_breaks);
-        for (int i = 0; breaks && i < call.num_breaks; i++)
-            PyTuple_SetItem(breaks, i, Py_BuildValue(
-                "iii", call.breaks[i][0], call.breaks[i][1], call.breaks[i][2]));
-        result = breaks ? Py_BuildValue("dN", (double)call.largest, breaks) : NULL;
+        result = call.largest || call.num_breaks ? signs(&call) : Py_NewRef(Py_True);
     } else if (!PyErr_Occurred()
         || (PyErr_ExceptionMatches(PyExc_Exception) && !PyErr_ExceptionMatches(PyExc_MemoryError))) {
         PyErr_Clear();

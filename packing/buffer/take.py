@@ -39,13 +39,11 @@ def take(
     if _in_c is not None and not fields:
         room = INT32_MAX if capacity is None else capacity - stored.counts[Count.TOKENS]
         taken = _in_c(stored, staging, trajectories, room)
+        if taken is True:
+            return NOTHING
         if taken is not None:
             largest, breaks = taken
-            return (
-                Signs(largest, _have_retokenized(trajectories, breaks))
-                if breaks or largest
-                else NOTHING
-            )
+            return Signs(largest, _have_retokenized(trajectories, breaks))
     return take_reference(stored, staging, trajectories, fields, capacity)
 
 

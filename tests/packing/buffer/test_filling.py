@@ -1,5 +1,6 @@
 """However a buffer is filled, it holds and packs the same, and packing costs the host the same."""
 
+import asyncio
 import copy
 import cProfile
 import gc
@@ -233,3 +234,26 @@ def test_a_batch_keeps_its_runs_when_the_buffer_is_filled_again(impl, executor):
     buffer.extend(others)
     buffer.pack()
     assert torch.equal(batch.tables.runs, pack(given, device="cpu", impl=impl).tables.runs)
+
+
+@pytest.mark.usefixtures("either_take")
+def test_an_event_loop_stores_long_and_short_trajectories_in_the_order_of_its_calls(monkeypatch):
+    monkeypatch.setattr(buffer_module, "LONG", 20)
+    rng, buffer = np.random.default_rng(3), TrajectoryBuffer(device="cpu")
+    given = [random_trajectory(rng, str(i), num_turns=2, prompt=(1, 12)) for i in range(40)]
+    wrong = Trajectory("it", [Turn([1] * size, [2], [float("nan")]) for size in (1, 50)])
+
+    async def main():
+        ends = await asyncio.gather(
+            *map(buffer.aadd, [*given[:20], wrong, None, *given[20:]]), return_exceptions=True
+        )
+        assert [str(end)[:9] for end in ends if end is not None] == ["trajector", "expected "]
+        cancelled = asyncio.create_task(buffer.aadd(given[0]))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        buffer.add(given[1])
+
+    asyncio.run(main())
+    assert buffer.pack().unpack() == [*given, *given[:2]]

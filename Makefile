@@ -119,7 +119,7 @@ sanitize: $(TEST_STAMP) ## Run the tests of `take` in C with gcc's sanitizers of
 	TAKE_CFLAGS="-g -fsanitize=address,undefined -fno-sanitize-recover=all" \
 		LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc $(BIN)/python -m pytest -q -n0 --timeout 1000 \
-		tests/packing/buffer/test_take.py tests/packing/buffer/test_filling.py
+		tests/packing/buffer/test_take.py
 
 .PHONY: test-slow
 test-slow: $(TEST_STAMP) ## Run the other tests that need no GPU: slow ones, and further combinations of parameters

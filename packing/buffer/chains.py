@@ -66,7 +66,7 @@ class Signs(NamedTuple):
 class ValidatedTurns:
     """Checked trajectories of one call, ready to be copied into a stream."""
 
-    fields: Sequence[TokenField] = ()
+    fields: tuple[TokenField, ...] = ()
     new: NewTurns = field(default_factory=lambda: NewTurns([], [], [], Labels.empty(), []))
     ids: list[Any] = field(default_factory=list)
     """int32 arrays: prompt and completion of the last turn of each chain."""
@@ -89,7 +89,7 @@ def take_reference(
     stored: Stored,
     staging: Staging,
     trajectories: Sequence[Trajectory],
-    fields: Sequence[TokenField],
+    fields: tuple[TokenField, ...],
     capacity: int | None,
 ) -> Signs:
     """Check trajectories and append them to the stream of ``staging`` and to ``stored``.
@@ -175,11 +175,11 @@ def place_ragged(
         raise ValueError(f"field {declared.name!r} must have its values in {INT32_MAX}")
     spans = np.stack([first[:-1], np.diff(cu)], 1).astype(np.int32).view(np.uint8)
     blocks += [(4 * begin, [spans]), (4 * place, [flat])]
-    return place + -(-flat.size // (4 * unit)) * unit
+    return place + -(-int(flat.size) // (4 * unit)) * unit
 
 
 def validate_turns(
-    trajectories: Sequence[Trajectory], fields: Sequence[TokenField]
+    trajectories: Sequence[Trajectory], fields: tuple[TokenField, ...]
 ) -> ValidatedTurns:
     """Convert and check trajectories, and find their chains.
 
@@ -284,7 +284,7 @@ def _take_turn(
         chain = len(tips)
         tips.append(tip)
         if chain:
-            _look_at_break(intake, *tips[-2:], place)
+            _look_at_break(intake, tips, place)
     else:
         tips[chain] = tip
     take_numbers(intake, turn, len(intake.new.chain_sizes) + chain, (begin, size))
@@ -295,7 +295,7 @@ def _take_turn(
 
 
 def _look_at_break(
-    intake: ValidatedTurns, history: ChainEnd, turn: ChainEnd, place: tuple[str, int, int]
+    intake: ValidatedTurns, tips: Sequence[ChainEnd], place: tuple[str, int, int]
 ) -> None:
     """Count a break, and note what it looks like.
 
@@ -304,7 +304,7 @@ def _look_at_break(
     intake.num_breaks += 1
     if intake.num_breaks > MOST_BREAKS:
         return
-    signs = intake.signs
+    signs, (history, turn) = intake.signs, tips[-2:]
     if is_retokenized(history.prompt, history.completion, turn.prompt):
         signs = signs._replace(has_retokenized=True)
     if intake.fields and turn.prompt.startswith(history.prompt + history.completion):
@@ -349,7 +349,7 @@ BEGIN, SIZE = 3, 4
 
 def version_rows(
     turn: int, spans: Any, version_start: Any, version_end: Any, size: int
-) -> tuple[int, int, list[tuple[int, int, int, int]]]:
+) -> tuple[int, int, list[tuple[int, ...]]]:
     """Check the versions of a turn; return its start and end, and its rows of `Stored.spans`."""
     plain = spans is None and type(version_start) is type(version_end) is int
     if plain and 0 <= version_start <= version_end <= INT32_MAX:

@@ -14,7 +14,7 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 
 ALIGNMENT = 4
 """Words: each table begins at a multiple of 16 bytes, which the kernels are compiled for."""
-CLOSED = memoryview(np.empty(0, np.int32))
+CLOSED = np.empty(0, np.int32).data
 
 
 class HostRegion:
@@ -54,7 +54,7 @@ class Staging:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         self.region = self._allocate(num_words)
-        self.stream = memoryview(self.region.stream)
+        self.stream = self.region.stream.data
         """Stream where it may be written at once; empty where it is to be reserved first."""
         self._spare: HostRegion | None = None
         self._captured: list[HostRegion] = []
@@ -72,7 +72,7 @@ class Staging:
             larger.stream[:words_used] = region.stream[:words_used]
             self.region = larger
         self.region.tables = None
-        self.stream = memoryview(self.region.stream)
+        self.stream = self.region.stream.data
         return self.region.stream
 
     def clear(self) -> None:

@@ -64,18 +64,20 @@ class Labels(NamedTuple):
 
     def append(self, *of_one: Any) -> None:
         """Append the labels of one trajectory."""
-        column: list[Any]
-        for column, value in zip(self, of_one, strict=True):
+        columns: tuple[Any, ...] = self
+        for column, value in zip(columns, of_one, strict=True):
             column.append(value)
 
     def extend(self, other: Labels, begin: int) -> None:
         """Replace the labels from a trajectory on by others."""
-        for mine, theirs in zip(self, other, strict=True):
+        columns: tuple[Any, ...] = self
+        for mine, theirs in zip(columns, other, strict=True):
             mine[begin:] = theirs
 
-    def as_tuples(self, end: int | None = None) -> dict[str, tuple[Any, ...]]:
+    def as_tuples(self, end: int | None = None) -> dict[str, Any]:
         """Return the labels of the first trajectories as a `PackedBatch` has them."""
-        return {name: tuple(of[:end]) for name, of in zip(self._fields, self, strict=True)}
+        columns: tuple[Any, ...] = self
+        return {name: tuple(of[:end]) for name, of in zip(self._fields, columns, strict=True)}
 
 
 class NewTurns(NamedTuple):
@@ -87,7 +89,7 @@ class NewTurns(NamedTuple):
     num_turns: list[int]
     """Turns of each trajectory."""
     labels: Labels
-    spans: list[tuple[int, int, int, int]]
+    spans: list[tuple[int, ...]]
     """As `Stored.spans`: turns are counted from those of the call."""
 
 
@@ -134,7 +136,7 @@ class Stored(NamedTuple):
     num_turns: bytearray
     """int32: turns of each trajectory."""
     labels: Labels
-    spans: list[tuple[int, int, int, int]]
+    spans: list[tuple[int, ...]]
     """Turn, version, start and end of what each version sampled, of turns of several versions."""
     counts: array[int]
     """int64, by `Count`."""

@@ -27,7 +27,7 @@ def take(
     stored: Stored,
     staging: Staging,
     trajectories: tuple[Trajectory, ...],
-    fields: Sequence[TokenField] = (),
+    fields: tuple[TokenField, ...] = (),
     capacity: int | None = None,
 ) -> Signs:
     """Do what `take_reference` does, in C if it can.

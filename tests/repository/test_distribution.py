@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tomllib
 import zipfile
@@ -80,6 +82,34 @@ def test_the_wheel_holds_one_package_with_real_files(built: Path) -> None:
         for path in (ROOT / layer).rglob("*.py")
     }
     assert in_tree <= in_wheel
+
+
+def test_the_wheel_has_take_in_c_for_every_python_where_a_compiler_is(
+    built: Path, core: Path
+) -> None:
+    (wheel,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
+    assert "-cp311-abi3-linux" in wheel.name
+    with tarfile.open(sdist) as archive:
+        assert any(name.endswith("packing/buffer/take.c") for name in archive.getnames())
+    if shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0]) is None:
+        pytest.skip("there is no C compiler")
+    assert "trajpack/packing/buffer/take_c.abi3.so" in zipfile.ZipFile(wheel).namelist()
+    code = "from trajpack.packing.buffer.take import is_compiled; print(is_compiled())"
+    assert run(core / "python", "-P", "-c", code) == "True\n"
+
+
+def test_without_a_compiler_the_reference_is_installed(built: Path, tmp_path: Path) -> None:
+    (unpacked,) = (built / "unpacked").iterdir()
+    source = shutil.copytree(unpacked, tmp_path / "source")
+    shutil.rmtree(source / "build", ignore_errors=True)  # what the other test has compiled
+    code = f"import setuptools.build_meta as backend; backend.build_wheel({str(tmp_path)!r})"
+    environment = {"CC": "/there/is/none", "PATH": "/usr/bin:/bin"}
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    subprocess.run(command, cwd=source, env=environment, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "trajpack/packing/buffer/take.py" in names
+    assert not [name for name in names if name.endswith(".so")]
 
 
 def test_the_description_can_be_shown(built: Path) -> None:

@@ -180,3 +180,17 @@ def test_values_may_be_none_of_the_kinds_that_c_knows(monkeypatch, in_c):
             except AttributeError as error:
                 outcomes.append(str(error))
         assert outcomes[0] == outcomes[1]
+
+
+def test_the_variable_chooses_and_c_that_is_not_built_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "trajpack.packing.buffer.take_c", None)
+    monkeypatch.delattr("trajpack.packing.buffer.take_c", raising=False)
+    for choice in ("", "python"):
+        monkeypatch.setattr(take, "CHOICE", choice)
+        assert take._load() is None
+    monkeypatch.setattr(take, "CHOICE", "c")
+    with pytest.raises(ImportError, match=r"TRAJPACK_TAKE=c, but trajpack\..*take_c is not built"):
+        take._load()
+    monkeypatch.setattr(take, "CHOICE", "C")
+    with pytest.raises(ValueError, match="TRAJPACK_TAKE must be 'c' or 'python', got 'C'"):
+        take._load()

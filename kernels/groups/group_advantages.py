@@ -9,7 +9,6 @@ import torch
 
 from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
 from trajpack.kernels.validation import (
-    check_boundaries,
     check_choice,
     check_indices,
     check_integer,
@@ -21,8 +20,6 @@ from trajpack.kernels.validation import (
 OP = "group_advantages"
 MAX_COUNT = 2**31 - 4096
 """Largest number of members and of groups: the kernel counts them in int32, a tile further on."""
-MOST_COMPARED = 1024
-"""Members of a group up to which `order_by_state` compares them with each other."""
 FLOATS = (torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 NARROW = (torch.int8, torch.int16, torch.int32)
@@ -49,8 +46,7 @@ class Members(NamedTuple):
     """int32 or int64 ``[members]``: a permutation in which members of a group are neighbours. Sums
     follow it."""
     segments: torch.Tensor
-    """int32: boundaries ``[groups + 1]`` of the groups' places in the order, or spans
-    ``[members, 2]``. A span that ends a place before it begins is a member of no group."""
+    """int32 ``[groups + 1]``: boundaries of the groups' places in the order."""
     longest: int | None = None
     """Upper bound of a group's members, if the host knows one."""
 
@@ -376,42 +372,12 @@ def _run(
     rule = Rule(*terms)
     if order is None:
         return group_advantages_reference(scores, groups, num_groups, rule, lengths, valid)
-    if groups.ndim == 1:  # the other is made by `order_by_state`
-        check_indices(OP, "order", order, scores.shape[0])
-        check_segments_within(OP, "groups", groups, scores.shape[0])
+    check_indices(OP, "order", order, scores.shape[0])
+    check_segments_within(OP, "groups", groups, scores.shape[0])
     from trajpack.kernels.groups.group_advantages_triton import group_advantages_forward
 
     given = {"lengths": lengths, "valid": valid, "shares": shares}
     return group_advantages_forward(scores, groups, order, rule, **given, longest=longest)
-
-
-def order_by_state(
-    order: torch.Tensor, cu_groups: torch.Tensor, states: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Put members of one state next to each other in each group; for `Members`, by Triton alone.
-
-    ``order`` is int32 ``[members]``, ``cu_groups`` int32 boundaries of the groups in it, ``states``
-    int32 or int64 ``[members]``. A negative state is in no group. Groups of more than
-    `MOST_COMPARED` members are for `number_pairs`: each member is compared with all of its group.
-
-    Returns:
-        int32 ``[members]``: the new order; and ``[members, 2]``: spans of the states in it, each at
-        its first place, the spans at all other places empty.
-    """
-    ordered: tuple[torch.Tensor, torch.Tensor] = torch.ops.trajpack.order_by_state(
-        order, cu_groups, states
-    )
-    return ordered
-
-
-def _run_order(
-    order: torch.Tensor, cu_groups: torch.Tensor, states: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    check_indices("order_by_state", "order", order, states.shape[0])
-    check_boundaries("order_by_state", cu_groups, states.shape[0], name="cu_groups", end="members")
-    from trajpack.kernels.groups.group_advantages_triton import order_forward
-
-    return order_forward(order, cu_groups, states)
 
 
 def number_pairs(group_ids: torch.Tensor, state_ids: torch.Tensor) -> torch.Tensor:
@@ -441,9 +407,4 @@ register_op(
     "Tensor? shares, SymInt? longest) -> Tensor",
     _run,
     lambda scores, *_: torch.empty_like(scores, dtype=torch.float32),
-)
-register_op(
-    "order_by_state(Tensor order, Tensor cu_groups, Tensor states) -> (Tensor, Tensor)",
-    _run_order,
-    lambda order, *_: (torch.empty_like(order), order.new_empty((order.shape[0], 2))),
 )

@@ -23,7 +23,6 @@ import triton.language as tl
 
 from trajpack.kernels.groups.group_advantages import Rule
 from trajpack.kernels.launches import cdiv, launch_on
-from trajpack.kernels.search_triton import find_segment, find_segments
 
 SMALL = 16
 """Members up to which groups lie side by side."""
@@ -31,8 +30,6 @@ LONG = 512
 """Members from which on a group is a larger program's."""
 SHARES = tl.constexpr(128)
 """Parts of all groups whose members are added up at once."""
-COMPARED = 32
-"""Members of a program that orders them by state, and of those that it compares them with."""
 
 
 @triton.jit
@@ -161,10 +158,10 @@ def _members_by_nonzero(shares, num_parts, BLOCK: tl.constexpr):
     return tl.sum(counted, 0).to(tl.float64) / most.to(tl.float64)
 
 
-@triton.jit(do_not_specialize=["stride", "num_groups", "least", "most", "num_parts", "ddof", "raw"])
+@triton.jit(do_not_specialize=["num_groups", "least", "most", "num_parts", "ddof", "raw"])
 def group_advantages_kernel(  # noqa: C901, PLR0912 - branches of the compiler
-    scores, order, segments, lengths, valid, shares, advantages, stride, num_groups, least, most,
-    num_parts, ddof, eps: tl.float64, raw,
+    scores, order, segments, lengths, valid, shares, advantages, num_groups, least, most, num_parts,
+    ddof, eps: tl.float64, raw,
     BASELINE: tl.constexpr, SCALE: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -175,11 +172,8 @@ def group_advantages_kernel(  # noqa: C901, PLR0912 - branches of the compiler
     group = tl.program_id(0)
     if GROUPS > 1:
         group = group * GROUPS + tl.arange(0, GROUPS)
-    bounds = segments + group.to(tl.int64) * stride
-    begin = tl.load(bounds, mask=group < num_groups, other=0)
-    end = tl.load(bounds + 1, mask=group < num_groups, other=0)
-    of_none = (end < begin) & (least == 0)  # a member of no group
-    tl.store(advantages + tl.load(order + begin, mask=of_none, other=0), 0.0, mask=of_none)
+    begin = tl.load(segments + group, mask=group < num_groups, other=0)
+    end = tl.load(segments + group + 1, mask=group < num_groups, other=0)
     end = tl.where((end - begin >= least) & (end - begin <= most), end, begin)
     longest = end - begin
     if GROUPS > 1:
@@ -279,8 +273,8 @@ def group_advantages_forward(
 
     Members of no group get 0: where ``longest`` is not known, boundaries may leave some out.
     """
-    members, num_groups = scores.shape[0], segments.shape[0] - (segments.ndim == 1)
-    fill = torch.zeros if longest is None and segments.ndim == 1 else torch.empty
+    members, num_groups = scores.shape[0], segments.shape[0] - 1
+    fill = torch.zeros if longest is None else torch.empty
     advantages = fill(members, dtype=torch.float32, device=scores.device)
     if not (members and num_groups):
         return advantages
@@ -298,60 +292,8 @@ def group_advantages_forward(
         groups, parts, block = (1, 1, launch.block) if least else (launch.block // SMALL, SMALL, 1)
         launch(
             group_advantages_kernel, cdiv(num_groups, groups), scores, order, segments, lengths,
-            mask, shares, advantages, segments.ndim, num_groups, least, most, num_parts, rule.ddof,
+            mask, shares, advantages, num_groups, least, most, num_parts, rule.ddof,
             rule.eps, raw, BASELINE=rule.baseline, SCALE=rule.scale, GROUPS=groups,
             PARTS=parts, BLOCK=block,
         )  # fmt: skip
     return advantages
-
-
-@triton.jit(do_not_specialize=["num_groups", "num_members"])
-def order_kernel(
-    order, cu_groups, states, ordered, spans, num_groups, num_members,
-    COMPARED: tl.constexpr,
-):  # fmt: skip
-    """Write the places of ``COMPARED`` members by state, each compared with all of its group."""
-    first = tl.program_id(0) * COMPARED
-    last = tl.minimum(first + COMPARED, num_members) - 1
-    low = find_segment(cu_groups, num_groups, first, 1)
-    high = find_segment(cu_groups, num_groups, last, 1)
-    place = tl.minimum(first + tl.arange(0, COMPARED), last)
-    group = find_segments(cu_groups, low, high, place, 1)
-    begin, end = tl.load(cu_groups + group), tl.load(cu_groups + group + 1)
-    member = tl.load(order + place)
-    state = tl.load(states + member)
-    fewer = tl.zeros((COMPARED,), tl.int32)
-    equal, before = fewer, fewer
-    at = tl.load(cu_groups + low)
-    stop = tl.load(cu_groups + high + 1)
-    while at < stop:
-        other = at + tl.arange(0, COMPARED)
-        compared = tl.load(states + tl.load(order + other, mask=other < stop, other=0))[:, None]
-        other = other[:, None]
-        is_near = (other >= begin[None, :]) & (other < end[None, :])
-        same = is_near & (compared == state[None, :])
-        fewer += tl.sum((is_near & (compared < state[None, :])).to(tl.int32), 0)
-        equal += tl.sum(same.to(tl.int32), 0)
-        before += tl.sum((same & (other < place[None, :])).to(tl.int32), 0)
-        at += COMPARED
-    start = begin + fewer
-    own = start + before
-    inside = first + tl.arange(0, COMPARED) <= last
-    tl.store(ordered + own, member, mask=inside)
-    # the first of a state has its span; a span that ends before it begins is of no group
-    size = tl.where(state < 0, -1, tl.where(before == 0, equal, 0))
-    tl.store(spans + 2 * own, own, mask=inside)
-    tl.store(spans + 2 * own + 1, own + size, mask=inside)
-
-
-def order_forward(
-    order: torch.Tensor, cu_groups: torch.Tensor, states: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch a program for each ``COMPARED`` members; return the results of `order_by_state`."""
-    members = order.shape[0]
-    ordered, spans = torch.empty_like(order), order.new_empty((members, 2))
-    launch_on("group_advantages_kernel", order.get_device())(
-        order_kernel, cdiv(members, COMPARED), order, cu_groups, states, ordered, spans,
-        cu_groups.shape[0] - 1, members, COMPARED=COMPARED,
-    )  # fmt: skip
-    return ordered, spans

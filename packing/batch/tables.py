@@ -15,17 +15,13 @@ class GroupOrder(NamedTuple):
 
     Attributes:
         trajectories: ``[trajectories]``: a permutation, stable within a group.
-        turns: ``[turns]``: a permutation, stable within a group.
         owners: ``[turns]``: the trajectory of each turn.
         cu_trajectories: ``[groups + 1]``: boundaries of the groups in ``trajectories``.
-        cu_turns: ``[groups + 1]``: boundaries of the groups in ``turns``.
     """
 
     trajectories: torch.Tensor
-    turns: torch.Tensor
     owners: torch.Tensor
     cu_trajectories: torch.Tensor
-    cu_turns: torch.Tensor
 
 
 class Longest(NamedTuple):
@@ -34,7 +30,7 @@ class Longest(NamedTuple):
     Attributes:
         generated: Generated tokens of a trajectory.
         new: Tokens that are new with the turns of a trajectory, from `PackedBatch.turn_begin` on.
-        group: Turns of a group.
+        group: Trajectories of a group.
     """
 
     generated: int = 0
@@ -48,7 +44,7 @@ class PackTables(NamedTuple):
     Attributes:
         runs: int32 ``[runs + 1, 8]``, see `trajpack.kernels.runs.Run`: which turn generated what.
         cu_new: int32 ``[turns + 1]``: tokens that are new with all turns before each.
-        group_order: Trajectories and turns in the order of their groups.
+        group_order: Trajectories in the order of their groups, and those of turns.
         generated_lens: Generated tokens of each sequence.
         value_lens: Values of each ragged field in each sequence, and generated tokens without any,
             by name: int64 ``[sequences, 2]``.

@@ -21,10 +21,8 @@ ATTRIBUTES = {field.attribute: field for field in TURN_FIELDS}
 VERSION_START, TRUNCATED = map(list(ATTRIBUTES).index, ("version_start", "truncated"))
 GROUP_ORDER = {
     "trajectories": "order_of_trajectories",
-    "turns": "order_of_turns",
     "owners": "turn_trajectory",
     "cu_trajectories": "cu_group_trajectories",
-    "cu_turns": "cu_group_turns",
 }
 """Table of each field of `GroupOrder`."""
 BESIDE = frozenset(("runs", "field_sources", "turn_discounts", "cu_new", *GROUP_ORDER.values()))
@@ -154,12 +152,12 @@ def tables_of(
         generated_lens=np.bincount(turn_sequence, columns.sizes, num_sequences).astype(np.int64),
         value_lens=np.array(values, np.int64).reshape(len(values), num_sequences).T,
         num_tokens=int(starts[-1]),
-        num_groups=len(arrays["cu_group_turns"]) - 1,
+        num_groups=len(arrays["cu_group_trajectories"]) - 1,
         most_turns=int(columns.num_turns.max(initial=0)),
         longest=Longest(
             generated=_most(cu_generated[cu_turns]),
             new=_most(arrays["cu_new"][cu_turns]),
-            group=_most(arrays["cu_group_turns"]),
+            group=_most(arrays["cu_group_trajectories"]),
         ),
     )
 
@@ -237,19 +235,17 @@ def _contexts(spans: Spans, unit: Ints) -> Ints:
 
 
 def _by_group(group_ids: Words, num_groups: int, num_turns: Ints) -> dict[str, Words]:
-    """Return trajectories and turns in the order of their groups, stable within a group."""
+    """Return trajectories in the order of their groups, stable within a group."""
     owners = np.arange(len(num_turns), dtype=np.int32).repeat(num_turns)
     narrow: Any = group_ids.astype(np.uint16) if num_groups <= 1 << 16 else group_ids
-    order, turns = np.arange(len(group_ids)), np.arange(len(owners))
+    order = np.arange(len(group_ids))
     if (np.diff(group_ids) < 0).any():
-        order, turns = narrow.argsort(kind="stable"), narrow[owners].argsort(kind="stable")
+        order = narrow.argsort(kind="stable")
     bounds = cumulative(np.bincount(group_ids, minlength=num_groups))
     tables: dict[str, npt.NDArray[Any]] = {
         "order_of_trajectories": order,
-        "order_of_turns": turns,
         "turn_trajectory": owners,
         "cu_group_trajectories": bounds,
-        "cu_group_turns": cumulative(num_turns[order])[bounds],
     }
     return {name: table.astype(np.int32) for name, table in tables.items()}
 

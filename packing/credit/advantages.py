@@ -14,13 +14,11 @@ import torch
 from trajpack.kernels.credit.turns import Scores, Turns, scores_of_trajectories, spread
 from trajpack.kernels.dispatch import Impl, resolve_impl
 from trajpack.kernels.groups.group_advantages import (
-    MOST_COMPARED,
     RECIPES,
     Members,
     advantages_of,
     members_of,
     number_pairs,
-    order_by_state,
 )
 from trajpack.kernels.reduce.whiten import (
     moments_of,
@@ -339,13 +337,8 @@ def _of_groups(batch: Batch, estimator: GroupEstimator, inputs: Inputs, impl: st
         return Credit(values, counts, returns, are_shared=True, place=owners)
     assert inputs.state_ids is not None
     of_turns = None if valid is None else valid[owners]
-    are_few = longest <= MOST_COMPARED
-    if impl == "triton" and are_few:
-        places = order_by_state(order.turns, order.cu_turns, inputs.state_ids)
-        by_state = Members(batch.group_ids, num_groups, *places, longest)
-    else:
-        pairs = number_pairs(batch.group_ids[owners], inputs.state_ids)
-        by_state = members_of(pairs, batch.num_turns, impl)
+    pairs = number_pairs(batch.group_ids[owners], inputs.state_ids)
+    by_state = members_of(pairs, batch.num_turns, impl)
     steps = advantages_of(batch.turn_returns, by_state, rule, valid=of_turns, impl=impl)
     counts = partial(_counts_of_turns, batch, of_turns)
     return Credit(

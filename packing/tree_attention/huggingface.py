@@ -94,7 +94,7 @@ def tree_attention(  # noqa: PLR0913 - transformers' interface of attention
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    attention_of: Callable[[torch.Tensor, Any], Callable[..., torch.Tensor]],
+    attention_of: Callable[..., Callable[..., torch.Tensor]],
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,

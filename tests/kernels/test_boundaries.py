@@ -18,7 +18,6 @@ from trajpack.kernels.groups.group_advantages import (
     Members,
     Rule,
     advantages_of,
-    order_by_state,
 )
 from trajpack.kernels.rearrange.select_tokens import merge_tokens
 from trajpack.kernels.rearrange.shift import drop_tokens, shift_tokens
@@ -222,14 +221,6 @@ FOLLOWED = {
     "groups in an order": (
         lambda table=GROUPS: compared(groups=table), ints(0, 5),
         "group_advantages: groups must lie within 4 entries",
-    ),
-    "order of states": (
-        lambda table=ORDER_32: order_by_state(table, GROUPS, IDS), ints(0, 1, -1, 3),
-        "order_by_state: order must be in [0, 4), they go from -1 to 3",
-    ),
-    "groups of states": (
-        lambda table=GROUPS: order_by_state(ORDER.int(), table, IDS), ints(0, 3),
-        "order_by_state: cu_groups must go from 0 to members 4",
     ),
     "weighed segments": (
         lambda table=CU_TURNS: weighed(table), ints(0, 1, 5), "importance_weights: segments must",

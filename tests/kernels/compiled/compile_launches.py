@@ -27,7 +27,6 @@ from trajpack.kernels.groups.group_advantages import Rule
 from trajpack.kernels.groups.group_advantages_triton import (
     LONG,
     group_advantages_forward,
-    order_forward,
 )
 from trajpack.kernels.logprobs.logit_statistics import Tile
 from trajpack.kernels.logprobs.logit_statistics_triton import BLOCK, fold_forward, slope_forward
@@ -63,7 +62,6 @@ DEMANDING = {
         "mean by std, valid, a warp each",
         "mean by std, valid, long",
     },
-    "order_forward": {"int64"},
     "moments_forward": {"float64", "float64, numbers"},
     "whiten_forward": {"float64", "float64, numbers, own"},
     "importance_weights_forward": {"float32", "float64, bounds"},
@@ -318,8 +316,6 @@ def launches_of_groups(scores: torch.Tensor) -> Launches:
     yield "leave_one_out by leave_one_out_std, valid", others
     yield "none by std_about_baseline", launch("none", "std_about_baseline", ids)
     yield "mean by nonzero, valid", launch("mean", "nonzero", small, valid=valid, shares=small[:2])
-    for label, states in (("int32", small), ("int64", ids)):
-        yield label, partial(order_forward, small, small, states)
 
 
 def launches_of_selections(words: torch.Tensor) -> Launches:

@@ -25,7 +25,6 @@ from trajpack.kernels.fields.build_triton import build_kernel
 from trajpack.kernels.fields.gather_fields_triton import gather_fields_kernel
 from trajpack.kernels.groups.group_advantages_triton import (
     group_advantages_kernel,
-    order_kernel,
 )
 from trajpack.kernels.logprobs.logit_statistics_triton import fold_kernel, slope_kernel
 from trajpack.kernels.rearrange.pad_triton import pad_kernel, unpad_kernel
@@ -39,7 +38,6 @@ KERNELS = (
     scan_kernel,
     gather_fields_kernel,
     group_advantages_kernel,
-    order_kernel,
     pad_kernel,
     unpad_kernel,
     scores_kernel,

@@ -36,7 +36,6 @@ KERNELS = {
     "effects_kernel": Bounds(10, 240, 256),  # eight blocks of 32 threads; two waves
     "scan_kernel": Bounds(20, 255, 256),  # eight blocks of 32 threads; two waves
     "group_advantages_kernel": Bounds(9, 224, 256),  # two blocks of 128 threads; two waves
-    "order_kernel": Bounds(2, 128, 128),  # a block of 32 threads for 32 members
     "moments_kernel": Bounds(4, 168, 240),  # a block of 256 threads requests 20 KB; two waves
     "whiten_kernel": Bounds(8, 168, 128),  # with moments of its own, of one block; else 80
     "sum_slots_kernel": Bounds(8, 96, 96),  # a warp, or 20 of them on an SM
@@ -44,7 +43,7 @@ KERNELS = {
     "merge_kernel": Bounds(2, 128, 128),
     "slot_shares_kernel": Bounds(2, 40, 48),
     "share_kernel": Bounds(5, 24, 32),
-    "spread_kernel": Bounds(4, 64, 64),  # eight blocks of 128 threads
+    "spread_kernel": Bounds(4, 64, 64),  # 32 warps on an SM
     "scores_kernel": Bounds(3, 40, 40),  # an SM is full
     "fold_kernel": Bounds(8, 128, 128),  # four blocks of 128 threads
     "slope_kernel": Bounds(8, 128, 128),

@@ -27,8 +27,6 @@ from trajpack import (
     VTrace,
     pack,
 )
-from trajpack.packing.credit import advantages
-from trajpack.testing import assert_same_bits
 
 RARE = (", reset", ", ignore", "ReinforcePlusPlus, carry")
 IN_KERNELS = [
@@ -80,22 +78,6 @@ def test_the_kernels_equal_a_loop(name, layout):
 def test_the_kernels_of_an_option_equal_a_loop(name, option):
     with small_scans():
         check(some_trajectories(8, 6), dataclasses.replace(EVERY[name], **option), "triton")
-
-
-@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
-def test_states_of_large_groups_are_sorted_to_the_same_bits(kind, monkeypatch):
-    trajectories = [dataclasses.replace(one, group="all") for one in some_trajectories(12, 6)]
-    batch = pack(trajectories)
-    states = (torch.arange(batch.num_turns) * 5 % 7 - 1).to(kind)
-
-    def credited():
-        return batch.with_advantages(GiGPO(0.5), state_ids=states, impl="triton").advantages
-
-    compared = credited()
-    monkeypatch.setattr(advantages, "MOST_COMPARED", batch.num_turns - 1)
-    monkeypatch.setattr(advantages, "order_by_state", None)
-    assert_same_bits(credited(), compared)
-    assert compared.any()
 
 
 @pytest.mark.parametrize("name", ["GAE", "TurnGAE", "VTrace, carry"])

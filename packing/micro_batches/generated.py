@@ -62,9 +62,7 @@ class Generated:
     Attributes:
         place: int64 ``[rows]``: index of the token in the batch, or its node in a tree.
         predicted_by: int64 ``[rows]``: place whose output predicts the token: the one before, of a
-            tree the parent.
-        input_ids: int64 ``[rows]``: the token, whether it is trained or not. Of a token that is not
-            in the micro-batch these three are 0.
+            tree the parent. Both are 0 of a token that is not in the micro-batch.
         loss_mask: bool ``[rows]``: whether the token is trained.
 
     Example:
@@ -94,8 +92,6 @@ class Generated:
         self._columns, self._index, self._fields = columns, index, fields or {}
         self.place, self.predicted_by, self.distinct = place, predicted_by, distinct
         self.loss_mask = self._rows(columns.loss_mask)
-        ids = self._rows(columns.input_ids)
-        self.input_ids = ids if index is None else torch.where(index > 0, ids, 0)
 
     def __len__(self) -> int:
         """Number of rows: `PackedBatch.num_generated`."""
@@ -103,6 +99,12 @@ class Generated:
 
     def __repr__(self) -> str:
         return f"Generated({len(self):,} tokens; {self.names()}; {self.place.device})"
+
+    @property
+    def input_ids(self) -> torch.Tensor:
+        """int64 ``[rows]``: tokens, trained or not; 0 if it is not in the micro-batch."""
+        ids = self._rows(self._columns.input_ids)
+        return ids if self._index is None else torch.where(self._index > 0, ids, 0)
 
     @property
     def advantages(self) -> torch.Tensor:

@@ -18,8 +18,12 @@ from trajpack.packing.types import Trajectory
 
 STREAMS = ("ref_logprobs", "rl_weights", "ce_weights", "ref_kl_weights")
 """Float streams that a batch may have, as extra fields of these names."""
-READ = ("routed_experts", "temperatures", "mm_token_type_ids", *STREAMS)
-"""Extra fields that have a row for each token."""
+OPTIONAL = {
+    "routed_experts": torch.int32,
+    "mm_token_type_ids": torch.int64,
+    **dict.fromkeys(STREAMS, torch.float32),
+}
+"""Extra fields with a row for each token, and their dtypes in a tensor micro-batch."""
 LEFT_OUT = ("mm_kwargs", "mm_refs", "trace_ids", "branch_indices")
 """Keys of a micro-batch about images and prime-rl's traces, for which a batch has no data."""
 REFUSED = ("mm_kwargs", "mm_refs", "payload")
@@ -50,7 +54,7 @@ def to_tensor_micro_batch(
     """
     op = "to_tensor_micro_batch"
     places, in_memory, kept = layout.memory_of(batch)
-    layout.check_fields(op, batch, READ)
+    layout.check_fields(op, batch, (*OPTIONAL, "temperatures"))
     lengths = list(in_memory[: max(len(kept), 1)])
     if lengths:  # all padding behind is in the last one
         lengths[-1] += batch.num_tokens - sum(lengths)
@@ -62,25 +66,27 @@ def to_tensor_micro_batch(
         of_tokens[start : start + length] = [name] * length
     lora_num_tokens = torch.zeros(num_loras, dtype=torch.int32, device=batch.device)
     lora_num_tokens[:1] = batch.num_tokens
-    temperatures = _temperatures(batch, temperature)
-    experts = batch.fields.get("routed_experts")
-    has_mask = "sampling_mask" in batch.fields
-    return {
+    fields, holds = (
+        dict.fromkeys((*OPTIONAL, *LEFT_OUT, "sampling_mask")),
+        layout.holds_token(batch),
+    )
+    for name in OPTIONAL.keys() & batch.fields.keys():
+        given = batch.fields[name]  # 0 at padding: a weight there would train it
+        given = given if name == "routed_experts" else torch.where(holds, given, 0)
+        fields[name] = given.to(OPTIONAL[name])[None]
+    if "sampling_mask" in batch.fields:
+        fields["sampling_mask"] = layout.mask_rows(op, batch)[None]
+    return fields | {
         "input_ids": batch.input_ids[None],
         "position_ids": batch.position_ids[None],
         "advantages": layout.advantages_of(op, batch)[None],
         "inference_logprobs": batch.rollout_logprobs[None],
         "loss_mask": batch.loss_mask[None],
-        "temperatures": torch.where(layout.holds_token(batch), temperatures, 1.0)[None],
+        "temperatures": torch.where(holds, _temperatures(batch, temperature), 1.0)[None],
         "env_names": of_tokens,
         "sequence_lengths": lengths,
         "seq_lens": bounds.diff(),
         "lora_num_tokens": lora_num_tokens,
-        "routed_experts": None if experts is None else experts.int()[None],
-        **dict.fromkeys(LEFT_OUT),
-        "sampling_mask": layout.mask_rows(op, batch)[None] if has_mask else None,
-        "mm_token_type_ids": _stream(batch, "mm_token_type_ids", torch.int64),
-        **{name: _stream(batch, name, torch.float32) for name in STREAMS},
     }
 
 
@@ -89,17 +95,16 @@ def to_micro_batch(
 ) -> dict[str, Any]:
     """Return the fields of a ``MicroBatch``, the form that is sent: lists of the tensors."""
     found = to_tensor_micro_batch(batch, temperature=temperature, env_names=env_names)
-    for name in ("lora_num_tokens", *LEFT_OUT):
+    for name in ("lora_num_tokens", "sampling_mask", *LEFT_OUT):
         del found[name]
-    mask = found.pop("sampling_mask")  # of one width
     if "routed_experts" in batch.fields:
         found["routed_experts"] = _bytes(batch.fields["routed_experts"])
     for name, value in found.items():
         if isinstance(value, torch.Tensor):
             found[name] = (value if name == "seq_lens" else value[0]).tolist()
-    if mask is None:
-        return found
-    return found | {"sampling_mask": _ids_and_counts(layout.masks_of("to_micro_batch", batch))}
+    if "sampling_mask" in batch.fields:  # not padded to one width
+        found["sampling_mask"] = _ids_and_counts(layout.masks_of("to_micro_batch", batch))
+    return found
 
 
 def to_training_samples(
@@ -112,21 +117,20 @@ def to_training_samples(
     """
     op = "to_training_samples"
     layout.check_whole(op, batch)
-    layout.check_fields(op, batch, READ)
+    layout.check_fields(op, batch, (*OPTIONAL, "temperatures"))
     columns = {
         "token_ids": batch.input_ids,
         "mask": batch.loss_mask,
         "logprobs": batch.rollout_logprobs,
         "temperatures": _temperatures(batch, temperature),
     }
-    optional = ("advantages", "routed_experts", "mm_token_type_ids", *STREAMS)
-    columns |= {key: batch.fields[key] for key in optional if key in batch.fields}
+    columns |= {key: batch.fields[key] for key in OPTIONAL if key in batch.fields}
     if batch.advantages is not None:
         columns["advantages"] = batch.advantages
     convert = {"routed_experts": _bytes}
     names = _env_names(op, batch, env_names)
     samples = [
-        dict.fromkeys(optional)
+        dict.fromkeys(("advantages", *OPTIONAL))
         | {"env_name": name}
         | {key: convert.get(key, torch.Tensor.tolist)(values) for key, values in of.items()}
         for name, of in zip(names, layout.pieces_of(batch, columns), strict=True)
@@ -296,14 +300,6 @@ def _temperatures(batch: layout.Packed, temperature: float) -> torch.Tensor:
     field = batch.fields.get("temperatures")
     given = torch.full((batch.num_tokens,), temperature, device=batch.device)
     return given if field is None else torch.where(batch.turn_ids >= 0, field.float(), given)
-
-
-def _stream(batch: layout.Packed, name: str, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return a field, 0 at padding: a weight there would train it."""
-    field = batch.fields.get(name)
-    return (
-        None if field is None else torch.where(layout.holds_token(batch), field, 0).to(dtype)[None]
-    )
 
 
 def _env_names(op: str, batch: layout.Packed, env_names: str | Sequence[str]) -> list[str]:

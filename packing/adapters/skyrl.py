@@ -211,7 +211,7 @@ def _entry(
         op = "from_generator_output"
         return reading.reward_or_missing(op, reward, missing_reward, expected=expected, of=whose)
 
-    entry = {
+    entry: dict[str, Any] = {
         key: None if output.get(key) is None else output[key][row]
         for key in (
             *COLUMNS.values(),
@@ -228,9 +228,9 @@ def _entry(
     word = "tool" if entry["stop_reasons"] == "tool_calls" else entry["stop_reasons"]
     rows: dict[str, Any] = {field: host_array(entry[CARRIED[field]]) for field in fields}
     if "sampling_mask" in rows:
-        known = rows["sampling_mask"] != -1
-        ends = np.append(0, known.sum(1)).cumsum(dtype=np.int32)
-        rows["sampling_mask"] = Ragged(ends, rows["sampling_mask"][known])
+        kept = rows["sampling_mask"] != -1
+        ends = np.append(0, kept.sum(1)).cumsum(dtype=np.int32)
+        rows["sampling_mask"] = Ragged(ends, rows["sampling_mask"][kept])
     if "routed_experts" in rows:
         length = len(entry["prompt_token_ids"]) + len(entry["response_ids"])
         rows["routed_experts"] = reading.routes_of_all(whose, rows["routed_experts"], length)

@@ -174,8 +174,11 @@ def to_async_row(
     Raises:
         ValueError: As in all formats; also if a tree has another ``boundary``, or no nodes.
     """
-    read = columns_of_tree if isinstance(batch, TreeNodes) else _columns
-    columns, order, num_sequences = read("to_async_row", batch)
+    op, order = "to_async_row", None
+    if isinstance(batch, TreeNodes):
+        columns, order, num_sequences = columns_of_tree(op, batch)
+    else:
+        columns, num_sequences = _columns(op, batch), len(batch)
     generated = batch.generated
     counted = generated.loss_mask.sum() if num_trained is None else num_trained
     of_generated = {
@@ -197,11 +200,11 @@ def to_async_row(
     }
 
 
-def _columns(op: str, batch: layout.Packed) -> tuple[dict[str, torch.Tensor], None, int]:
-    """Return what `to_async_row` has of sequences side by side, and their number."""
+def _columns(op: str, batch: layout.Packed) -> dict[str, torch.Tensor]:
+    """Return what `to_async_row` has of sequences side by side."""
     places = layout.memory_of(batch).places
     layout.advantages_of(op, batch)
-    columns = {
+    return {
         "shift_labels": torch.where(batch.loss_mask, batch.input_ids, IGNORED).roll(-1),
         "tree_kv_index": torch.arange(batch.num_tokens, device=batch.device),
         "tree_cu_seqlens_q": places,
@@ -209,7 +212,6 @@ def _columns(op: str, batch: layout.Packed) -> tuple[dict[str, torch.Tensor], No
         "tree_max_seqlens": torch.full((2,), batch.max_seqlen, device=batch.device),
         "segment_id": batch.generated.of(batch.sequence_ids.long()),
     }
-    return columns, None, len(batch)
 
 
 def _of_sequences(op: str, batch: PackedBatch) -> torch.Tensor:

@@ -73,11 +73,12 @@ def check_fields(
         raise ValueError(f"{op}: extra fields must have a row for each token, {ragged} are ragged")
 
 
-def advantages_of(op: str, batch: Packed) -> torch.Tensor:
-    """Return the advantages; raise a `ValueError` if there are none."""
-    if batch.advantages is None:
+def advantages_of(op: str, batch: Any) -> torch.Tensor:
+    """Return the advantages, of a tree too; raise a `ValueError` if there are none."""
+    advantages: torch.Tensor | None = batch.advantages
+    if advantages is None:
         raise ValueError(f"{op}: the batch has no advantages, call with_advantages first")
-    return batch.advantages
+    return advantages
 
 
 def holds_token(batch: Packed) -> torch.Tensor:

@@ -303,8 +303,9 @@ def joined(
         there = [rewards[row] for row in own if rewards[row] is not None]
         if any(reward != there[0] for reward in there[1:]):
             raise ValueError(f"{op}: the rows of {whose} must have one reward, got {there}")
+        reward = there[0] if there else None
         reward = reward_or_missing(
-            op, *there[:1] or [None], missing_reward, expected=expected.format(own[-1]), of=whose
+            op, reward, missing_reward, expected=expected.format(own[-1]), of=whose
         )
         rows = [row_of(row, whose) for row in own]
         rows[-1]["reward"] = reward

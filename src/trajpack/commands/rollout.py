@@ -26,12 +26,7 @@ from trajpack.agent.runner import run
 from trajpack.agent.runner.runner import EpisodeResult, Progress
 from trajpack.commands.terminal import say, writing
 from trajpack.packing.batch.batch import PackedBatch
-from trajpack.packing.batch.description import (
-    describe,
-    saved_rows,
-    shared_prefixes,
-    token_counts,
-)
+from trajpack.packing.batch.description import describe, shared_prefixes, token_counts
 from trajpack.packing.batch.show import print_table
 from trajpack.packing.buffer.buffer import TrajectoryBuffer
 from trajpack.packing.text import counted
@@ -226,7 +221,10 @@ def batch_rows(batch: PackedBatch, layout: LayoutName) -> list[tuple[str, str]]:
     """Return what a report says of a batch, and of its tree if the layout asked for is that."""
     rows = describe(batch)
     if layout == "tree":
-        rows += saved_rows(token_counts(batch, shared_prefixes(batch)))
+        tokens = token_counts(batch, shared_prefixes(batch))
+        nodes = counted(tokens["tree"], "node")
+        others = f"{tokens['merged']:,} tokens merged or {tokens['turns']:,} as turns"
+        rows.append(("tree", f"{nodes}, for {others}"))
     return rows
 
 

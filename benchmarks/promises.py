@@ -19,6 +19,14 @@ OVER_COLUMNS = "loop over columns, as verl's"
 ONE_LANE = "a lane for each sequence, as cugae's"
 LOGPROBS = "log-probabilities of tokens and their gradients"
 PRODUCTS = "the matrix products alone"
+WHOLE = "promise: the whole job, from arrays"
+OF_LISTS = "promise: the whole job, from lists"
+ROWS = "promise: 1,024 rows of lists"
+SAVED, LOADED = "promise: save", "promise: load"
+BY_NUMPY = "numpy.concatenate per field"
+BY_THREE = THREE
+OF_SKYRL = "SkyRL's vectorised rows"
+IN_SAFETENSORS = "safetensors of all fields"
 Record = dict[str, Any]
 
 
@@ -44,6 +52,14 @@ PROMISES = (
     Promise(FROM_LISTS, OURS, LISTS, 4, "the whole job against Python lists, plain lists in"),
     Promise(GAE, OURS, OVER_COLUMNS, 50, "GAE of packed tokens against a loop over columns"),
 )
+TARGETS = (
+    Promise(WHOLE, OURS, BY_NUMPY, 1, "the whole job against concatenation per field, arrays in"),
+    Promise(OF_LISTS, OURS, BY_THREE, 4, "the whole job against lists of three fields, lists in"),
+    Promise(ROWS, OURS, OF_SKYRL, 1 / 0.6, "rows for a trainer against SkyRL's own rows"),
+    Promise(SAVED, OURS, IN_SAFETENSORS, 1, "save against safetensors of all fields"),
+    Promise(LOADED, OURS, IN_SAFETENSORS, 1, "load against safetensors of all fields"),
+)
+"""What packing is to reach; the run prints each with what was measured, and fails for none."""
 PER_TURN = "a hundred thousand turns of 32 tokens: the cost is Python's per turn, not per token"
 _, _, C, _ = SEQUENCES
 PER_COLUMN = (
@@ -71,6 +87,20 @@ def ratio(record: Record, promise: Promise) -> float | None:
 def promised(record: Record, promise: Promise) -> tuple[float, str]:
     """Return what is promised on a record's workload, and why it is less, if it is."""
     return EXCEPTIONS.get((promise.job, promise.fast, record["workload"]), (promise.times, ""))
+
+
+def targets(records: Sequence[Record]) -> list[list[str]]:
+    """Return a row for each target and workload: what is promised, where, and what was measured."""
+    rows = []
+    for promise in TARGETS:
+        for record in records:
+            if record["job"] == promise.job:
+                times = ratio(record, promise)
+                said = "not measured" if times is None else f"{times:.2f}"
+                kept = "" if times is None else "yes" if times >= promise.times else "no"
+                workload = record["workload"].partition(":")[0]
+                rows.append([promise.words, workload, f"{promise.times:.2f}", said, kept])
+    return rows
 
 
 def broken(records: Sequence[Record]) -> list[str]:

@@ -47,23 +47,25 @@ def find_file(package: str, file: str) -> tuple[ModuleType | None, str]:
     return module, ""
 
 
-def areal_tree() -> tuple[ModuleType | None, str]:
-    """Return AReaL's module of tries, with stand-ins for what it imports and tries do not call."""
+def peer_module(package: str, module: str) -> tuple[ModuleType | None, str]:
+    """Return a module of a package of `peers.txt`, with stand-ins for what it does not call."""
     from tests.packing.adapters.peers import ABSENT, Peer, stand_ins
 
-    folder, log = Path(sys.prefix, "peers", "areal"), "areal.utils.logging"
+    folder = Path(sys.prefix, "peers", package)
     if not folder.is_dir():
-        return None, "not installed (areal)"
-    absent = [name for name in (*ABSENT["areal"].split(), "orjson") if name != log]
+        return None, f"not installed ({package})"
+    absent, log = set(ABSENT[package].split()), f"{package}.utils.logging"
+    stands = absent - {log} | {"orjson"}
     sys.path.append(str(folder))
     try:
-        with stand_ins(*absent):
-            peer = Peer("areal", folder)
-            sys.modules[log] = logging
-            return peer.load("areal.models.tree_attn.tree"), ""
+        with stand_ins(*stands):
+            peer = Peer(package, folder)
+            if log in absent:
+                sys.modules[log] = logging
+            return peer.load(module), ""
     finally:
         sys.path.remove(str(folder))
-        for name in [name for name in sys.modules if name.split(".")[0] == "areal"]:
+        for name in [name for name in sys.modules if name.split(".")[0] == package]:
             del sys.modules[name]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.contest import OURS
-from benchmarks.promises import LISTS, PACK_ONLY, THREE
+from benchmarks.promises import LISTS, PACK_ONLY, THREE, targets
 from benchmarks.reasons import reason
 
 SIZES = "cost against size"
@@ -24,6 +24,8 @@ def render(results: Record) -> str:
         if described := of_job[0].get("described"):  # of another run than the others
             parts.append(provenance(described | {"measured": results["measured"]}))
         parts.append(_host_table(of_job))
+    if rows := targets(records):
+        parts.append(markdown([["promise", "on", "times as fast", "measured", "kept"], *rows]))
     return "\n\n".join(parts) + "\n"
 
 

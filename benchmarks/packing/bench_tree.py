@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from benchmarks.contest import OURS, Contender, Contest, as_record, race
-from benchmarks.rivals import areal_tree
+from benchmarks.rivals import peer_module
 from benchmarks.workloads import many_turns, multi_turn
 from trajpack import Trajectory, TrajectoryBuffer, Turn, pack_tree
 from trajpack.packing.tree.pack_tree import arrange_tree
@@ -149,7 +149,7 @@ def contenders(trajectories):
         assert got.unpack() == trajectories
 
     def check_plan(got):
-        assert got[1].chains.trie.num_nodes == tree.num_nodes
+        assert got[1].trie.num_nodes == tree.num_nodes
 
     def check_row(got):
         assert torch.equal(got["old_log_probs"].sort().values, tree.rollout_logprobs.sort().values)
@@ -161,7 +161,7 @@ def contenders(trajectories):
         assert torch.equal(ids.sort().values, tree.input_ids.sort().values)
         assert torch.equal((parents < 0).sum(), (tree.tree_parent < 0).sum())
 
-    areal, missing = areal_tree()
+    areal, missing = peer_module("areal", "areal.models.tree_attn.tree")
     tries = partial(by_tries, areal, padded(batch)) if areal else None
     nodes, tokens = f"{tree.num_nodes:,}", f"{batch.num_tokens:,}"
     return [

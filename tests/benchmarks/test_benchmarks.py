@@ -14,6 +14,7 @@ from benchmarks.packing import (
     bench_extend,
     bench_micro_batches,
     bench_pack,
+    bench_promises,
     bench_sizes,
     bench_trainer_inputs,
     bench_tree,
@@ -23,6 +24,7 @@ from benchmarks.packing import (
 )
 from benchmarks.packing.bench_plan import hold_all
 from benchmarks.packing.whole_job import RIVALS, assert_same_fields, by_lists, by_numpy_again
+from benchmarks.promises import LOADED, SAVED, targets
 from benchmarks.tables import render
 from benchmarks.workloads import (
     MULTI_TURN,
@@ -211,6 +213,27 @@ def test_everybody_who_takes_part_in_packing_passes_the_check(job):
     entries = race(*bench_pack.whole_job(job, MULTI_TURN, given, expected))
     assert [entry.contender for entry in entries if not entry.best] == []
     bench_pack.inputs.cache_clear()
+
+
+@pytest.mark.parametrize("workload", [WORKLOADS[2], MULTI_TURN])
+def test_everybody_beside_a_promise_passes_the_check(workload, tmp_path):
+    contests = [
+        bench_promises.from_arrays(workload, 0.01),
+        bench_promises.from_lists(workload, 0.01),
+        *(bench_promises.of_files(job, workload, tmp_path, 0.02) for job in (SAVED, LOADED)),
+        *(bench_promises.rows_of(trainer, 0.005) for trainer in ("SkyRL", "verl")),
+    ]
+    records = []
+    for held, entrants in contests:
+        entries = race(held, entrants)
+        missing = [one.name for one in entrants if one.missing]
+        assert [one.contender for one in entries if not one.best] == missing
+        records.append(as_record(held, entries))
+    bench_promises.inputs.cache_clear()
+    rows = targets(records)
+    assert len(rows) == len(contests)
+    assert {row[-1] for row in rows} <= {"yes", "no", ""}
+    assert "| promise" in render(results_of(*records))
 
 
 @pytest.mark.parametrize("workload", bench_tree.WORKLOADS)

@@ -32,7 +32,7 @@ from trajpack.packing.tree.tree_batch import TreeBatch
 
 Arrays = dict[str, npt.NDArray[Any]]
 
-FORMAT, SCHEMA_VERSION = "trajpack.PackedBatch", "4"
+FORMAT, SCHEMA_VERSION = "trajpack.PackedBatch", "5"
 MAX_HEADER_BYTES = 1 << 24
 SOURCES = ("num_turns", "chain_sizes", "tokens", "turns", "numbers", "spans", "logprobs")
 """Arrays of `TrajectoryArrays` in a file; the rows of extra fields are in it too."""
@@ -123,7 +123,7 @@ def _content(batch: PackedBatch | TreeBatch) -> bytes:
         raise ValueError(f"the batch cannot be saved: {error}") from error
     host = {
         "layout": batch.layout,
-        "labels": sources.labels,
+        "labels": [None if of.count(None) == len(of) else of for of in sources.labels],
         "token_fields": [field.as_json() for field in fields],
         "metric_names": batch.metric_names,
         "options": options,
@@ -230,8 +230,9 @@ def _batch_of(arrays: Arrays) -> tuple[PackedBatch, Mapping[str, Any]]:
     host = json.loads(arrays["host"].tobytes())
     fields = tuple(TokenField.from_json(described) for described in host["token_fields"])
     parts: dict[str, Any] = {name: arrays[name] for name in SOURCES}
+    without = [None] * len(arrays["num_turns"])
     sources = TrajectoryArrays(
-        labels=Labels(*host["labels"]),
+        labels=Labels(*(without if of is None else of for of in host["labels"])),
         **parts,
         token_fields=fields,
         rows=tuple(arrays[f"rows.{number}"] for number in range(len(fields))),

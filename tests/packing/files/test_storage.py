@@ -241,13 +241,13 @@ OTHERS: list[tuple[Callable[[Path], Path], str]] = [
     (content(b"\xff" * 99), "it is no safetensors file"),
     (content(b"[" * 100_000), "it is no safetensors file"),
     (content((10**5).to_bytes(8, "little") + b"[" * 10**5), "it is no safetensors file"),
-    (other_file(None), r"its format is \(None, None\), expected \('trajpack.PackedBatch', '4'\)"),
+    (other_file(None), r"its format is \(None, None\), expected \('trajpack.PackedBatch', '5'\)"),
     (
         other_file({"format": "trajpack.PackedBatch", "schema_version": "\x1b9"}),
         r"its format is \('trajpack.PackedBatch', '\\+x1b9'\), expected",
     ),
     (
-        other_file({"format": "trajpack.PackedBatch", "schema_version": "4"}),
+        other_file({"format": "trajpack.PackedBatch", "schema_version": "5"}),
         "it is damaged: its CRC is not that of its content",
     ),
 ]

@@ -58,12 +58,8 @@ def place_items(
 def lower_bound(sizes: Ints, capacity: int) -> int:
     """Return a number of bins that every packing of these sizes needs.
 
-    The greater of all tokens over the capacity, and the sizes above half of the capacity: no two of
-    them fit together.
-
-    Args:
-        sizes: ``[sequences]``, each at most ``capacity``.
-        capacity: Greatest sum of a bin.
+    The greater of their sum over the capacity, and the number of those above half of it: no two fit
+    together. Sizes are at most the capacity.
 
     Example:
         >>> lower_bound(np.array([6, 6, 6, 4]), 10), lower_bound(np.array([4, 4, 4]), 10)
@@ -209,12 +205,7 @@ def exchange(items: PlanItems, bin_of: Ints, num_bins: int) -> Ints:
     An item of the most costly micro-batch is swapped for a cheaper one of another, or moved to it,
     so that the costlier of the two becomes as cheap as it can. Where no swap does that, the next
     most costly micro-batch is tried; then the most costly again. At most `EXCHANGES` pairs of items
-    are looked at.
-
-    Args:
-        items: Items.
-        bin_of: ``[items]``, within the limits, which the result keeps.
-        num_bins: Number of micro-batches.
+    are looked at. ``bin_of`` is within the limits, and so is the result.
     """
     amounts, held = _amounts(items, bin_of, num_bins)
     least = max(-(-int(items.costs.sum()) // num_bins), int(items.costs.max(initial=0)))

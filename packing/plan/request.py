@@ -174,9 +174,18 @@ def _cut(
     """Cut sequences at turns; return those that are still too long, and the kept tokens of others.
 
     Raises:
-        ValueError: If a sequence is too long and the policy is to raise.
+        ValueError: If a sequence is too long and the policy is to raise, or turn ends are wrong.
     """
-    ends = _read_ends(op, turn_ends, lengths, policy=policy)
+    if (turn_ends is None) is (policy == "truncate_at_turn"):
+        raise ValueError(
+            f"{op}: turn_ends are for oversized='truncate_at_turn', which needs them, got "
+            f"oversized={policy!r} and turn_ends={None if turn_ends is None else '[...]'}"
+        )
+    if turn_ends is not None and len(turn_ends) != len(lengths):
+        raise ValueError(
+            f"{op}: turn_ends must have one row for each of {len(lengths)} sequences, "
+            f"got {len(turn_ends)}"
+        )
     too_long, truncated = list[int](), dict[int, int]()
     for sequence in np.flatnonzero(lengths > room).tolist():
         if policy == "raise":
@@ -184,35 +193,17 @@ def _cut(
                 f"{op}: sequence {sequence} has {lengths[sequence]} tokens, more than the capacity "
                 f"of {room}; oversized='drop', 'truncate_at_turn' or 'own_bin' takes it"
             )
-        kept = max((end for end in ends[sequence] if end <= room), default=0) if ends else 0
-        if kept:
+        ends = [] if turn_ends is None else [int(end) for end in turn_ends[sequence]]
+        if wrong := [end for end in ends if not 0 <= end <= lengths[sequence]]:
+            raise ValueError(
+                f"{op}: turn_ends of sequence {sequence} must be in [0, {lengths[sequence]}], "
+                f"got {wrong[0]}"
+            )
+        if kept := max((end for end in ends if end <= room), default=0):
             lengths[sequence] = truncated[sequence] = kept
         else:
             too_long.append(sequence)
     return too_long, truncated
-
-
-def _read_ends(
-    op: str, turn_ends: Sequence[Sequence[int]] | None, lengths: Ints, *, policy: Policy
-) -> list[list[int]]:
-    """Return the ends of the turns of each sequence; empty unless sequences are truncated."""
-    if (turn_ends is None) is (policy == "truncate_at_turn"):
-        raise ValueError(
-            f"{op}: turn_ends are for oversized='truncate_at_turn', which needs them, got "
-            f"oversized={policy!r} and turn_ends={None if turn_ends is None else '[...]'}"
-        )
-    ends = [[int(end) for end in row] for row in turn_ends or ()]
-    if turn_ends is not None and len(ends) != len(lengths):
-        raise ValueError(
-            f"{op}: turn_ends must have one row for each of {len(lengths)} sequences, "
-            f"got {len(ends)}"
-        )
-    for sequence, (row, length) in enumerate(zip(ends, lengths.tolist(), strict=False)):
-        if wrong := [end for end in row if not 0 <= end <= length]:
-            raise ValueError(
-                f"{op}: turn_ends of sequence {sequence} must be in [0, {length}], got {wrong[0]}"
-            )
-    return ends
 
 
 def read_lengths(op: str, seqlens: Any) -> Ints:

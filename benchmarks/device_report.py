@@ -251,7 +251,8 @@ def _of_groups(rows: Rows) -> str:
                       and r.get("of") == of), {}) for name in names
             ]  # fmt: skip
             label = "as in the library" if shape == "None" else shape.strip("[]")
-            table.append((label, "before" if of else "now", *map(_us, found)))
+            if any(found):
+                table.append((label, "before" if of else "now", *map(_us, found)))
     return _section(
         "GRPO of a batch",
         "µs, by tokens and threads of a program that writes the tokens' advantages. Now there is "

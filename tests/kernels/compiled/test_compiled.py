@@ -43,7 +43,7 @@ KERNELS = {
     "merge_kernel": Bounds(2, 128, 128),
     "slot_shares_kernel": Bounds(2, 40, 48),
     "share_kernel": Bounds(5, 24, 32),
-    "spread_kernel": Bounds(4, 64, 64),  # 32 warps on an SM
+    "spread_kernel": Bounds(4, 72, 64),  # a warp, or 28 of them on an SM
     "scores_kernel": Bounds(3, 40, 40),  # an SM is full
     "fold_kernel": Bounds(8, 128, 128),  # four blocks of 128 threads
     "slope_kernel": Bounds(8, 128, 128),

@@ -152,7 +152,8 @@ def trajectories_from_calls(
     trajectories = []
     for name, numbered in _sessions(records, session).items():
         if time is not None:
-            numbered.sort(key=lambda entry: _time(*entry, time))
+            times = {index: _time(index, record, time) for index, record in numbered}
+            numbered.sort(key=lambda entry: times[entry[0]])
         turns = _turns_of_session(numbered, fields, own_rewards=reward is None)
         if not turns:
             continue
@@ -264,7 +265,7 @@ def _turns_of(call: Call, fields: Sequence[str]) -> list[Turn]:
 
 def _trained_parts(call: Call, turn: Turn, mask: npt.NDArray[Any]) -> Iterator[Turn]:
     """Yield a turn for each run of tokens that a mask trains; those before it are its prompt."""
-    if mask.shape != turn.completion_ids.shape or not np.isin(mask, (0, 1)).all():
+    if mask.shape != (len(turn.completion_ids),) or not np.isin(mask, (0, 1)).all():
         expected = f"0 or 1 for each of {len(turn.completion_ids)} tokens"
         raise ValueError(f"{call.name}: output_mask must be {expected}, got {shown(mask.tolist())}")
     if turn.fields and not mask.all():

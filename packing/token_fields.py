@@ -220,7 +220,7 @@ class TokenField:
         except Exception as error:
             kind = ValueError if isinstance(error, ValueError) else TypeError
             raise kind(f"field {self.name!r} must be lists or Ragged: {error}") from error
-        if len(cu) != num_rows + 1:
+        if num_rows is not None and len(cu) != num_rows + 1:
             raise ValueError(f"field {self.name!r} must have {num_rows} rows, got {len(cu) - 1}")
         return Ragged(cu, self._as_bytes(flat, int(cu[-1])))
 
@@ -289,7 +289,7 @@ def check_fields(fields: Iterable[TokenField]) -> tuple[TokenField, ...]:
 
 
 def rows_of_turn(
-    declared: tuple[TokenField, ...],
+    declared: Sequence[TokenField],
     given: Mapping[str, Any] | None,
     sizes: tuple[int, int],
 ) -> list[Rows]:

@@ -190,7 +190,8 @@ class TrajectoryArrays:
     def check(self) -> None:
         """Raise a `ValueError` unless a buffer would take these trajectories."""
         num_turns, chain_sizes = self.num_turns, self.chain_sizes.astype(np.int64)
-        for name, of, kinds in zip(Labels._fields, self.labels, _LABEL_KINDS, strict=True):
+        labels: tuple[Any, ...] = self.labels
+        for name, of, kinds in zip(Labels._fields, labels, _LABEL_KINDS, strict=True):
             wrong = [kind.__name__ for kind in set(map(type, of)) if not issubclass(kind, kinds)]
             _require(not wrong, f"{name} must not be {', '.join(wrong)}")
             _require(len(of) == len(num_turns), f"{name} is not one of each trajectory")

@@ -121,9 +121,10 @@ def _content(batch: PackedBatch | TreeBatch) -> bytes:
         later = _later(batch, packed(sources, batch.layout))
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"the batch cannot be saved: {error}") from error
+    labels: tuple[Any, ...] = sources.labels
     host = {
         "layout": batch.layout,
-        "labels": [None if of.count(None) == len(of) else of for of in sources.labels],
+        "labels": [None if of.count(None) == len(of) else of for of in labels],
         "token_fields": [field.as_json() for field in fields],
         "metric_names": batch.metric_names,
         "options": options,
@@ -230,7 +231,7 @@ def _batch_of(arrays: Arrays) -> tuple[PackedBatch, Mapping[str, Any]]:
     host = json.loads(arrays["host"].tobytes())
     fields = tuple(TokenField.from_json(described) for described in host["token_fields"])
     parts: dict[str, Any] = {name: arrays[name] for name in SOURCES}
-    without = [None] * len(arrays["num_turns"])
+    without: list[Any] = [None] * len(arrays["num_turns"])
     sources = TrajectoryArrays(
         labels=Labels(*(without if of is None else of for of in host["labels"])),
         **parts,

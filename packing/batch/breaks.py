@@ -130,7 +130,7 @@ def _agreeing_from(columns: Sequence[Tokens], one: int, other: int, size: int) -
     size = min(size, len(columns[0]) - other)
     for column in columns:
         differ = column[one : one + size] != column[other : other + size]
-        differ = differ.reshape(len(differ), -1).any(1)
+        differ = differ if differ.ndim == 1 else differ.any(1)
         size = int(differ.argmax()) if differ.any() else size
     return size
 

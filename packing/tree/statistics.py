@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trajpack.packing.buffer.tables import number_groups
-from trajpack.packing.tree.trie import Ints, without_last
+from trajpack.packing.tree.trie import Ints, Trie
 
 if TYPE_CHECKING:
     from trajpack.packing.tree.tree_batch import TreeBatch
@@ -65,8 +65,8 @@ def statistics_of(tree: TreeBatch) -> TreeStatistics:
     _, opening = np.unique(place, return_index=True)  # the first turn of each chain
     groups, _ = number_groups(tree.entries.groups)
     num_tokens, num_merged = int(end.sum()), int(trie.lengths.sum())
-    in_trajectories = _num_distinct(tree, owner[opening])
-    in_groups = _num_distinct(tree, groups.astype(np.int64)[owner[opening]])
+    in_trajectories = _num_distinct(trie, owner[opening])
+    in_groups = _num_distinct(trie, groups.astype(np.int64)[owner[opening]])
     return TreeStatistics(
         num_trees=len(tree),
         num_trajectories=len(tree.entries.ids),
@@ -83,11 +83,10 @@ def statistics_of(tree: TreeBatch) -> TreeStatistics:
     )
 
 
-def _num_distinct(tree: TreeBatch, owners: Ints) -> int:
+def _num_distinct(trie: Trie, owners: Ints) -> int:
     """Return the distinct nodes of each owner's chains, summed; ``owners`` are of each place."""
-    trie, order = tree.chains.trie, np.argsort(owners, kind="stable")
-    one, other = order[:-1], order[1:]
-    shared = trie.common(one, other)
-    if tree.boundary == "duplicate":
-        shared = without_last(shared, trie.lengths[one], trie.lengths[other])
-    return int(trie.lengths.sum() - shared[np.diff(owners[order]) == 0].sum())
+    zeros = np.zeros_like(trie.lengths)
+    stretch, _, node, length = trie.pieces(np.arange(len(owners)), zeros, trie.lengths)
+    key = owners[stretch] * trie.num_nodes + node  # pieces of a place begin at one node
+    order = np.lexsort((length, key))
+    return int(length[order][np.diff(key[order], append=-1) != 0].sum())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -12,13 +12,8 @@ import numpy.typing as npt
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
-FIRST_PIECE, GROWTH, LONGEST_PIECE = 4, 4, 4096
-"""Entries of two chains that are compared at first; how much longer each further piece is; entries
-of the longest."""
-AT_ONCE = 1 << 17
-"""Entries that are compared at once; they stay in the cache."""
-MOST_KEYS = 1 << 62
-"""Keys of a round of chains that fit an integer."""
+FIRST = 256
+"""Bytes of two chains that are compared as numbers."""
 
 
 class Rows(NamedTuple):
@@ -80,8 +75,6 @@ class Trie:
     parent: Ints
     """``[chains]``: place that owns the node before the first owned one, or -1."""
     segments: Segments
-    agreed: Ints
-    """``[chains]``: `shared`, and a token more where that one is in two nodes; as `common`."""
 
     @property
     def num_nodes(self) -> int:
@@ -125,28 +118,11 @@ class Trie:
             pieces = pieces[:, np.argsort(pieces[0], kind="stable")]
         return Pieces(*pieces)
 
-    @cached_property
-    def _least(self) -> Ints:
-        return np.stack(_least(self.agreed, len(self.agreed)))
-
-    def common(self, one: Ints, other: Ints) -> Ints:
-        """Return how many tokens the chains at the places ``one`` and ``other`` agree in."""
-        low, high = np.minimum(one, other), np.maximum(one, other)
-        agreed = self.lengths[low]
-        apart = np.flatnonzero(low < high)
-        begin, end = low[apart] + 1, high[apart] + 1
-        level = np.frexp(end - begin)[1] - 1  # of the largest power of two
-        agreed[apart] = np.minimum(
-            self._least[level, begin], self._least[level, end - (1 << level)]
-        )
-        return agreed
-
     def part(self, begin: int, end: int) -> Trie:
         """Return the trie of the chains at places ``[begin, end)`` alone."""
-        places = slice(begin, end)
-        agreed, shared = self.agreed[places].copy(), self.shared[places].copy()
-        agreed[:1] = shared[:1] = 0
-        return _trie(self.order[places], agreed, shared, self.lengths[places])
+        shared = self.shared[begin:end].copy()
+        shared[:1] = 0
+        return _trie(self.order[begin:end], shared, self.lengths[begin:end])
 
 
 class Chains(NamedTuple):
@@ -202,16 +178,12 @@ def trie_of(
         duplicate: Whether tokens share a node only if those behind them are equal too, or neither
             has one: a node is then followed by one token only.
     """
-    order, agreed = _sorted(words, sources, lengths, rows)
-    sizes, shared = lengths[order], agreed
-    if duplicate:
-        shared = without_last(agreed, sizes, np.append(0, sizes)[:-1])
-    return _trie(order, agreed, shared, sizes)
-
-
-def without_last(agreed: Ints, one: Ints, other: Ints) -> Ints:
-    """Return how many nodes chains of these lengths share if each node has one token behind it."""
-    return np.where((agreed == one) & (agreed == other), agreed, np.maximum(agreed - 1, 0))
+    order, shared = _sorted(words, sources, lengths, rows)
+    sizes = lengths[order]
+    if duplicate:  # without the last token, unless chains are equal
+        are_equal = (shared == sizes) & (shared == np.append(0, sizes)[:-1])
+        shared = np.where(are_equal, shared, np.maximum(shared - 1, 0))
+    return _trie(order, shared, sizes)
 
 
 def union_of(begins: Ints, ends: Ints) -> tuple[Ints, Ints]:
@@ -227,105 +199,43 @@ def _sorted(
 ) -> tuple[Ints, Ints]:
     """Sort chains by their tokens, and by their rows where tokens agree; equal ones stay in order.
 
-    A group of chains that agree up to a depth is compared with one of them, the pivot. Chains that
-    leave its path at the same token by the same token are a group of the next round, so a token is
-    compared once.
-
     Returns:
         The chain at each place, and how many tokens it shares with the one before it.
     """
-    order, agreed = np.arange(len(sources)), np.zeros(len(sources), np.int64)
-    begins, ends, known = np.array([[0], [len(sources)], [0]])[:, : len(sources)]
-    while begins.size:
-        sizes = ends - begins
-        at, group = expanded(begins, sizes), np.repeat(np.arange(sizes.size), sizes)
-        chain, pivots, since = order[at], order[(begins + ends) // 2], known[group]
-        pair = np.stack([chain, pivots[group]])
-        first, length = sources[pair], lengths[pair]
-        same = _common(words, first + since, np.minimum(*length) - since)
-        for memory, begin, size in rows:
-            same = _common(memory, begin[pair] + since * size, same * size) // size
-        depth = since + same
-        at_depth = [Rows(memory, begin[pair] + depth * size, size) for memory, begin, size in rows]
-        letter, of_pivot = _letters(words, first + depth, depth < length, at_depth)
-        # before the pivot: the earlier a chain leaves its path, the further; behind it likewise
-        side, deepest = np.sign(letter - of_pivot), int(same.max())
-        key = group * (2 * deepest + 3) + side * (deepest + 1 - same)
-        width, bits = int(letter.max()) + 2, key.size.bit_length()
-        if sizes.size * (2 * deepest + 3) * width << bits < MOST_KEYS:  # numbers, half the time
-            member = np.arange(key.size)
-            moved = np.sort((key * width + letter) << bits | member) & ((1 << bits) - 1)
-        else:
-            moved = np.lexsort((letter, key))
-        key, depth, letter, side = key[moved], depth[moved], letter[moved], side[moved]
-        order[at] = chain[moved]
-        inner = np.flatnonzero(group[1:] == group[:-1]) + 1
-        agreed[at[inner]] = np.minimum(depth[inner], depth[inner - 1])
-        opens = np.append(True, (key[1:] != key[:-1]) | (letter[1:] != letter[:-1]))
-        heads = np.flatnonzero(opens)
-        sizes = np.diff(heads, append=key.size)
-        goes_on = (sizes > 1) & (side[heads] != 0) & (letter[heads] >= 0)
-        heads, sizes = heads[goes_on], sizes[goes_on]
-        begins, known = at[heads], depth[heads] + 1
-        ends = begins + sizes
-    return order, agreed
+    columns = [_joined(words, sources, lengths).astype(">i4").view(np.uint8).reshape(-1, 4)]
+    for memory, begins, size in rows:
+        columns.append(_joined(memory, begins, lengths * size).reshape(-1, size))
+    letters = np.concatenate(columns, 1) if rows else columns[0]
+    bounds = pairwise(np.append(0, lengths.cumsum()).tolist())
+    texts = [letters[begin:end].tobytes() for begin, end in bounds]  # they compare as numbers
+    order = sorted(range(len(texts)), key=texts.__getitem__)
+    agreed = [
+        _common(texts[one], texts[other]) // letters.shape[1] for one, other in pairwise(order)
+    ]
+    return np.array(order, np.int64), np.array([0, *agreed][: len(order)], np.int64)
 
 
-def _letters(
-    words: npt.NDArray[np.int32], places: Ints, is_token: npt.NDArray[Any], rows: Sequence[Rows]
-) -> Ints:
-    """Return numbers that compare as the tokens at places do, with their rows; -1 for no token."""
-    letters = np.where(is_token, words.take(places, mode="clip"), np.int64(-1))
-    if rows and is_token.any():
-        parts = [letters[is_token].astype(">u4")[:, None].view(np.uint8)]
-        parts += [_windows(memory, begin[is_token], size) for memory, begin, size in rows]
-        raw = np.concatenate(parts, 1)
-        letters[is_token] = np.unique(raw.view(f"S{raw.shape[1]}"), return_inverse=True)[1].ravel()
-    return letters
+def _joined(memory: npt.NDArray[Any], begins: Ints, sizes: Ints) -> npt.NDArray[Any]:
+    """Return stretches of a memory, one behind the other."""
+    bounds = zip(begins.tolist(), (begins + sizes).tolist(), strict=True)
+    return np.concatenate([memory[:0], *(memory[begin:end] for begin, end in bounds)])
 
 
-def _common(memory: npt.NDArray[Any], pair: Ints, limit: Ints) -> Ints:
-    """Return how many entries agree from both places of each pair on, up to ``limit``."""
-    one, other = pair
-    found, size = np.where(one == other, limit, 0), FIRST_PIECE
-    first = memory.take(pair, mode="clip")
-    left = np.flatnonzero((first[0] == first[1]) & (found < limit))
-    while left.size:
-        step, goes_on = max(AT_ONCE // size, 1), list[Ints]()
-        for begin in range(0, left.size, step):
-            some = left[begin : begin + step]
-            agreed = found[some]
-            differ = _windows(memory, one[some] + agreed, size) != _windows(
-                memory, other[some] + agreed, size
-            )
-            place = differ.argmax(1)
-            same = np.where(differ[np.arange(some.size), place], place, size)
-            found[some] = np.minimum(agreed + same, limit[some])
-            goes_on.append(some[(same == size) & (found[some] < limit[some])])
-        left, size = np.concatenate(goes_on), min(size * GROWTH, LONGEST_PIECE)
-    return found
+def _common(one: bytes, other: bytes) -> int:
+    """Return how many first bytes agree."""
+    most = min(len(one), len(other))
+    size = min(FIRST, most)
+    differ = int.from_bytes(one[:size]) ^ int.from_bytes(other[:size])
+    if differ or size == most:
+        return size - (differ.bit_length() + 7) // 8
+    differs = np.frombuffer(one[:most], np.uint8) != np.frombuffer(other[:most], np.uint8)
+    return int(differs.argmax()) if differs.any() else most
 
 
-def _windows(memory: npt.NDArray[Any], begins: Ints, size: int) -> npt.NDArray[Any]:
-    """Return ``[begins, size]`` entries; those behind the end of the memory are any."""
-    if begins.max(initial=0) + size > len(memory):
-        return memory.take(begins[:, None] + np.arange(size), mode="clip")
-    shape = (len(memory) - size + 1, size)  # overlapping rows of the memory
-    return np.ndarray(shape, memory.dtype, memory, strides=memory.strides * 2)[begins]
-
-
-def _trie(order: Ints, agreed: Ints, shared: Ints, lengths: Ints) -> Trie:
+def _trie(order: Ints, shared: Ints, lengths: Ints) -> Trie:
     """Return the trie of sorted chains, by how many tokens each shares with the one before it."""
     first = np.append(0, np.cumsum(lengths - shared))
-    most = int(np.diff(np.flatnonzero(shared == 0), append=len(shared)).max(initial=1))
-    before = _earlier(shared, most)  # where each chain parts from, or a chain that parts there
-    behind = len(shared) - _earlier(np.append(shared, 0)[::-1], most)[::-1]
-    parts = shared > shared[before]
-    parent = np.where(shared > 0, before, -1)
-    again = np.flatnonzero(~parts & (shared > 0))
-    while again.size:
-        parent[again] = parent[parent[again]]
-        again = again[shared[parent[again]] == shared[again]]
+    parent, behind, parts = _branches(shared)
     owns, cuts = np.flatnonzero(shared < lengths), np.flatnonzero(parts)
     cuts = cuts[shared[cuts] < lengths[parent[cuts]]]  # else the chain before it ends there
     places = np.append(owns, parent[cuts])
@@ -335,31 +245,24 @@ def _trie(order: Ints, agreed: Ints, shared: Ints, lengths: Ints) -> Trie:
     by_node = np.argsort(starts, kind="stable")
     columns = (column[by_node] for column in (places, depths, ends))
     segments = Segments(np.append(starts[by_node], first[-1]), *columns)
-    return Trie(order, shared, lengths, first, parent, segments, agreed)
+    return Trie(order, shared, lengths, first, parent, segments)
 
 
-def _earlier(values: Ints, most: int) -> Ints:
-    """Return the latest place before each whose value is not larger; the first has itself.
+def _branches(shared: Ints) -> tuple[Ints, Ints, npt.NDArray[np.bool_]]:
+    """Return for each place its parent, and the place behind the subtree of its first node.
 
-    The first value is one of the smallest. No value is larger than the `most` values before it.
+    Also whether it is the first that parts from its parent at that depth.
     """
-    before = np.maximum(np.arange(len(values)) - 1, 0)
-    left = np.flatnonzero(values[:-1] > values[1:]) + 1
-    if left.size:
-        own, end = values[left], left.copy()  # all from `end` on up to the place are larger
-        for level, least in reversed([*enumerate(_least(values, most))]):
-            low = end - (1 << level)
-            end = np.where((low >= 0) & (least[low] > own), low, end)
-        before[left] = end - 1
-    return before
-
-
-def _least(values: Ints, most: int) -> list[Ints]:
-    """Return for each level up to ``most`` the least of ``2**level`` values from each one on."""
-    least, size = [values], 1
-    while 2 * size <= most:
-        last = least[-1].copy()
-        last[:-size] = np.minimum(last[:-size], last[size:])
-        least.append(last)
-        size *= 2
-    return least
+    count = len(shared)
+    parent, behind, parts = [-1] * count, [count] * count, [False] * count
+    above = list[tuple[int, int]]()  # places whose subtrees go on, and their depths, which rise
+    for place, depth in enumerate(shared.tolist()):
+        while above and above[-1][1] > depth:
+            behind[above.pop()[0]] = place
+        if above and above[-1][1] == depth:
+            sibling, _ = above.pop()
+            behind[sibling], parent[place] = place, parent[sibling]
+        elif above:
+            parent[place], parts[place] = above[-1][0], True
+        above.append((place, depth))
+    return np.array(parent, np.int64), np.array(behind, np.int64), np.array(parts, np.bool_)

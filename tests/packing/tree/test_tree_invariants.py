@@ -7,7 +7,6 @@ from hypothesis import given, settings, strategies as st
 from tests.packing.tree import tree_oracle as oracle
 from trajpack import GAE, GRPO, Trajectory, Turn, TurnReturns, pack, pack_tree
 from trajpack.packing.buffer import breaks
-from trajpack.packing.tree import trie
 from trajpack.testing import assert_same_bits, trajectory_lists
 
 TOKENS = st.lists(st.integers(1, 2), min_size=1, max_size=3)
@@ -55,14 +54,11 @@ def test_chains_are_the_best_cover_of_turns(turns):
 
 
 @given(trajectory_lists())
-def test_equal_chains_stay_in_order_whether_or_not_a_key_fits_an_integer(trajectories):
+def test_chains_are_in_the_order_of_their_tokens_and_equal_ones_stay_in_order(trajectories):
     merged = pack(trajectories)
     rows = [row.tolist() for row in merged.input_ids.split(merged.seqlens)]
-    for most in (trie.MOST_KEYS, 0):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(trie, "MOST_KEYS", most)
-            found = pack_tree(trajectories).chains.trie
-        assert found.order.tolist() == sorted(range(len(rows)), key=rows.__getitem__)
+    order = pack_tree(trajectories).chains.trie.order
+    assert order.tolist() == sorted(range(len(rows)), key=rows.__getitem__)
 
 
 @given(trajectory_lists().filter(bool), st.randoms())

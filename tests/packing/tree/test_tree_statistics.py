@@ -1,7 +1,7 @@
 """What a tree shares, against brute force over all pairs of turns."""
 
 from collections import Counter
-from itertools import takewhile
+from itertools import pairwise, takewhile
 
 import numpy as np
 from hypothesis import given, settings, strategies as st
@@ -59,9 +59,8 @@ def test_paths_are_those_of_the_nodes(trajectories, random):
     assert trie.lengths.tolist() == [*map(len, rows)]
     number = {path: node for node, path in enumerate(oracle.prefixes(trajectories))}
     every = np.arange(len(rows))
-    for place, row in enumerate(rows):
-        shared = [shared_by(row, other) for other in rows]
-        assert trie.common(np.full_like(every, place), every).tolist() == shared
+    shared = [shared_by(*pair) for pair in pairwise(rows)]
+    assert trie.shared.tolist() == [0, *shared][: len(rows)]
     begins = [random.randint(0, len(row)) for row in rows]
     ends = [random.randint(begin, len(row)) for begin, row in zip(begins, rows, strict=True)]
     stretches = [np.array(depths, np.int64) for depths in (begins, ends)]

@@ -39,7 +39,7 @@ def to_tree_kwargs(tree: TreeNodes) -> dict[str, Any]:
         )
     if not tree.num_nodes:
         raise ValueError("to_tree_kwargs: the tree must have nodes, got none")
-    starts, parents, depths = tree.segments()
+    starts, parents, depths = _segments(tree)
     paths, bounds = _paths(starts, parents, depths)
     levels = np.zeros_like(parents)
     for segment, parent in enumerate(parents.tolist()):
@@ -73,6 +73,16 @@ def columns_of_tree(op: str, tree: TreeNodes) -> tuple[dict[str, torch.Tensor], 
         "segment_id": sent(place, tree.device),
     }
     return columns, sent(order, tree.device), len(tree.chains.trie.order)
+
+
+def _segments(tree: TreeNodes) -> tuple[Ints, Ints, Ints]:
+    """Return first nodes, parents and depths of the segments; padding is the last, a root."""
+    trie = tree.chains.trie
+    starts, _, depths, _ = trie.segments
+    parents = np.searchsorted(starts, trie.parents(), side="right") - 1
+    if tree.num_nodes == trie.num_nodes:
+        return starts, parents, depths
+    return np.append(starts, tree.num_nodes), np.append(parents, -1), np.append(depths, 0)
 
 
 def _paths(starts: Ints, parents: Ints, depths: Ints) -> tuple[Ints, Ints]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -69,7 +70,8 @@ def plan_chains(chains: Chains, capacity: int, ids: Sequence[str]) -> ChainPlan:
     """Implement `TreeBatch.plan_micro_batches`; ``ids`` are the names of the trajectories."""
     capacity = _checked("plan_micro_batches", chains, capacity, ids)
     begins = _begins(chains.trie, capacity)
-    return _plan(chains.trie, _bounds(chains.trie, begins, max(len(begins), 1)), capacity)
+    bounds = _bounds(chains.trie, begins, max(len(begins), 1))
+    return ChainPlan(chains.trie.order, bounds, _loads(chains.trie, bounds), capacity)
 
 
 def plan_chain_ranks(
@@ -79,21 +81,16 @@ def plan_chain_ranks(
     check_count("plan_ranks", "num_ranks", num_ranks)
     capacity = _checked("plan_ranks", chains, capacity, ids)
     trie = chains.trie
-    begins = _begins(trie, capacity)
-    places = -(-max(len(begins), 1) // num_ranks) * num_ranks
+    places = -(-max(len(_begins(trie, capacity)), 1) // num_ranks) * num_ranks
     low = max(int(trie.lengths.max(initial=1)), -(-trie.num_nodes // places))
-    high = capacity
-    while low < high:  # the least capacity that needs no more micro-batches than there are places
-        middle = (low + high) // 2
-        found = _begins(trie, middle)
-        if len(found) <= places:
-            begins, high = found, middle
-        else:
-            low = middle + 1
+    fits = bisect_left(range(low, capacity), True, key=lambda n: len(_begins(trie, n)) <= places)
+    begins = _begins(trie, min(low + fits, capacity))
     bounds = _bounds(trie, begins, places)
     rounds = decreasing(_loads(trie, bounds)).reshape(-1, num_ranks)
     rounds[1::2] = rounds[1::2, ::-1].copy()
-    return tuple(_plan(trie, bounds[own], capacity) for own in rounds.T)
+    return tuple(
+        ChainPlan(trie.order, bounds[own], _loads(trie, bounds[own]), capacity) for own in rounds.T
+    )
 
 
 def check_plan(plan: ChainPlan, trie: Trie) -> None:
@@ -171,7 +168,3 @@ def _loads(trie: Trie, bounds: Ints) -> Ints:
     begin, end = bounds.T
     nodes = np.append(trie.shared, 0)[begin] + trie.first[end] - trie.first[begin]
     return np.where(begin < end, nodes, 0)
-
-
-def _plan(trie: Trie, bounds: Ints, capacity: int) -> ChainPlan:
-    return ChainPlan(trie.order, bounds, _loads(trie, bounds), capacity)

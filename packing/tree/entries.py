@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trajpack.packing.credit.advantages import Unit
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Entries:
     """Generated tokens of turns, each once, turn after turn; several may lie on one node.
 
@@ -44,7 +44,7 @@ class Entries:
     rollout_logprobs: torch.Tensor
     policy_versions: torch.Tensor
     returns: torch.Tensor
-    advantages: torch.Tensor | None
+    advantages: torch.Tensor | None = None
     fields: Mapping[str, torch.Tensor]
     ragged_values: Mapping[str, torch.Tensor]
     value_counts: Mapping[str, tuple[int, int]]
@@ -70,7 +70,7 @@ class Entries:
         return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class BatchEntries(Entries):
     """Entries of a `TreeBatch`, and the turns and trajectories that they belong to.
 

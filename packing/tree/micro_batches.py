@@ -27,21 +27,10 @@ from trajpack.packing.micro_batches.generated import Fields
 from trajpack.packing.tree.chain_plan import ChainPlan, check_plan
 from trajpack.packing.tree.entries import Entries
 from trajpack.packing.tree.nodes import TreeNodes
-from trajpack.packing.tree.trie import Chains, Ints, union_of
+from trajpack.packing.tree.trie import Chains, Ints
 
 if TYPE_CHECKING:
     from trajpack.packing.tree.tree_batch import TreeBatch
-
-TOKENS = (
-    "input_ids",
-    "turn_ids",
-    "loss_mask",
-    "rollout_logprobs",
-    "policy_versions",
-    "returns",
-    "advantages",
-)
-"""Tensors of entries that are selected with them, beside the extra fields."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -111,14 +100,13 @@ def cut_chains(
 ) -> Iterator[TreeMicroBatch]:
     """Implement `TreeBatch.micro_batches`."""
     layouts, entries = _layouts(batch, plan, alignment), batch.entries
-    tokens = {name: getattr(entries, name) for name in TOKENS} | dict(entries.fields)
-    taken = {field.name for field in dataclasses.fields(Entries)}
-    taken |= {*entries.fields, *batch.fields}
+    names = [field.name for field in dataclasses.fields(Entries)]
+    own = [name for name in names if isinstance(getattr(entries, name), torch.Tensor)]
+    tokens = {name: getattr(entries, name) for name in own} | dict(entries.fields)
     sizes: Any = {"num_tokens": entries.num_tokens, "device": batch.device}
-    tokens |= checked_tensors(tensors, taken, **sizes)
-    tokens = {name: tensor for name, tensor in tokens.items() if tensor is not None}
-    places = torch.stack([entries.node, batch.position_ids[entries.node]], 1)
-    of_entries = TokenSources([*tokens.values(), places], [0] * (len(tokens) + 1))
+    tokens |= checked_tensors(tensors, {*names, *tokens, *batch.fields}, **sizes)
+    depth = batch.position_ids[entries.node]
+    of_entries = TokenSources([*tokens.values(), depth], [0] * (len(tokens) + 1))
     tables = send_tables(
         [*(layout.nodes for layout in layouts), *(layout.entries for layout in layouts)],
         batch.device,
@@ -137,66 +125,62 @@ def cut_chains(
 
     def select(layout: _Layout, table: torch.Tensor, turns: torch.Tensor) -> TreeMicroBatch:
         rows = of_nodes.select(table, layout.placement.num_tokens, impl=impl).rows
-        *own, place = of_entries.select(turns, int(layout.entries.kept.sum()), impl=impl).rows
+        *rows_of_entries, depth = of_entries.select(
+            turns, int(layout.entries.kept.sum()), impl=impl
+        ).rows
+        fields = dict(zip(tokens, rows_of_entries, strict=True))
+        value_lens = entries.tables.value_lens.items()
+        of_turns = Entries(
+            **{name: fields.pop(name) for name in own},
+            fields=Fields(fields),
+            ragged_values=entries.ragged_values,
+            value_counts=summed({name: lens[layout.turns] for name, lens in value_lens}),
+        )
         num_boundaries = alignment.num_boundaries or len(layout.placement.seqlens) + 1
-        return _assemble(
-            batch,
+        return _numbered(
             layout,
             dict(zip(nodes, rows, strict=True)),
-            dict(zip(tokens, own, strict=True)),
-            place,
-            table[CU_SEQLENS, :num_boundaries],
+            of_turns,
+            depth,
+            cu_seqlens=table[CU_SEQLENS, :num_boundaries],
+            boundary=batch.boundary,
         )
 
     return map(select, layouts, tables[: len(layouts)], tables[len(layouts) :])
 
 
-def _assemble(
-    batch: TreeBatch,
+def _numbered(
     layout: _Layout,
     nodes: dict[str, torch.Tensor],
-    entries: dict[str, torch.Tensor],
-    place: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    entries: Entries,
+    depth: torch.Tensor,
+    **others: Any,
 ) -> TreeMicroBatch:
     """Number the selected nodes from 0, and say on which of them entries lie.
 
     A node that the micro-batch's places own has its number in the batch minus ``shift``. A node
     before them is on the path to the first, so its number is its depth. That is the larger of the
-    two for these nodes, and the smaller for the others. ``place`` is both of each entry.
+    two for these nodes, and the smaller for the others. ``depth`` is that of the entries.
     """
     total, num_nodes = layout.placement.num_tokens, layout.chains.trie.num_nodes
     tree_end = nodes.pop("tree_end").sub_(layout.shift).clamp_(max=num_nodes)
     if num_nodes < total:
         torch.arange(num_nodes + 1, total + 1, out=tree_end[num_nodes:])
     parent = nodes.pop("tree_parent").sub_(layout.shift)
-    node = torch.maximum(place[:, 0] - layout.shift, place[:, 1])
-    loss_mask = torch.zeros(total, dtype=torch.bool, device=node.device).index_fill_(0, node, True)
-    generated = layout.chains.generated()
-    begins, ends = union_of(generated.node, generated.node + generated.length)
-    value_lens = batch.entries.tables.value_lens.items()
-    own: dict[str, Any] = {name: entries.pop(name, None) for name in TOKENS}
+    node = torch.maximum(entries.node - layout.shift, depth)
     return TreeMicroBatch(
         input_ids=nodes.pop("input_ids"),
         position_ids=nodes.pop("position_ids"),
         tree_end=tree_end,
         tree_parent=torch.maximum(parent, nodes.pop("above")),
-        loss_mask=loss_mask,
-        cu_seqlens=cu_seqlens,
+        loss_mask=torch.zeros_like(parent, dtype=torch.bool).index_fill_(0, node, True),
         fields=Fields(nodes),
-        entries=Entries(
-            **own,
-            node=node,
-            fields=Fields(entries),
-            ragged_values=batch.entries.ragged_values,
-            value_counts=summed({name: lens[layout.turns] for name, lens in value_lens}),
-        ),
+        entries=dataclasses.replace(entries, node=node),
         chains=layout.chains,
         seqlens=tuple(layout.placement.seqlens.tolist()),
-        num_trained=int((ends - begins).sum()),
-        boundary=batch.boundary,
         turns=tuple(layout.turns.tolist()),
         num_padding=total - num_nodes,
+        **others,
     )
 
 

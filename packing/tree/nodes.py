@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
-import numpy as np
 import torch
 
 from trajpack.packing.micro_batches.generated import Distinct, Generated
@@ -16,7 +15,7 @@ from trajpack.packing.micro_batches.logprobs import logprobs
 from trajpack.packing.micro_batches.micro_batch import moved, record_storages
 from trajpack.packing.representation import missing_attribute, public_names
 from trajpack.packing.tree.entries import Entries
-from trajpack.packing.tree.trie import Chains, Ints
+from trajpack.packing.tree.trie import Chains
 from trajpack.packing.tree_attention.attention import visible
 from trajpack.packing.tree_attention.huggingface import tree_table
 
@@ -46,7 +45,6 @@ class TreeNodes:
         entries: Generated tokens of all turns, turn after turn; several may lie on one node.
         chains: Chains and turns on the host. A chain is a sequence of layout ``"merged"``.
         seqlens: Nodes of each tree.
-        num_trained: Nodes on which at least one entry lies: those that `loss_mask` selects.
         boundary: Whether nodes at which sequences part are duplicated, see `trajpack.pack_tree`.
     """
 
@@ -60,7 +58,6 @@ class TreeNodes:
     entries: Entries
     chains: Chains
     seqlens: tuple[int, ...]
-    num_trained: int
     boundary: Boundary
 
     @property
@@ -104,6 +101,11 @@ class TreeNodes:
         return self.tree_parent[self.entry_node].long()
 
     logprobs = logprobs
+
+    @cached_property
+    def num_trained(self) -> int:
+        """Nodes on which at least one entry lies: those that `loss_mask` selects."""
+        return self.chains.num_trained
 
     @property
     def generated(self) -> Generated:
@@ -169,17 +171,12 @@ class TreeNodes:
         """Return the mask of all pairs of nodes, for small trees and for tests.
 
         Args:
-            dtype: ``torch.bool`` for attention that keeps scores where the mask is True
-                (``"sdpa"``); a float dtype for attention that adds the mask to the scores
-                (``"eager"``): 0, or the least number of the dtype.
+            dtype: ``torch.bool`` for attention ``"sdpa"``: True where a query sees a key. A float
+                dtype for ``"eager"``, which adds it to the scores: 0, or its least number.
             window: Depths that a query attends to, its own included; all if ``None``.
 
         Returns:
             ``[1, 1, nodes, nodes]`` of ``dtype``.
-
-        Raises:
-            TypeError: If ``dtype`` is neither bool nor a float dtype.
-            ValueError: If ``window`` is below 1.
 
         Example:
             >>> import trajpack
@@ -226,34 +223,6 @@ class TreeNodes:
             "attention_mask": tree_table(self.tree_end, self.position_ids),
             "use_cache": False,
         }
-
-    def segments(self, length: int | None = None) -> tuple[Ints, Ints, Ints]:
-        """Return the stretches of nodes without branches, for trainers' formats; host int64 arrays.
-
-        A path from a root is made of whole ones. Padding is the last, a root.
-
-        Args:
-            length: Nodes with all padding; `num_nodes` by default.
-
-        Returns:
-            First node of each and the number of nodes, ``[segments + 1]``; the segment before each,
-            -1 at a root; the depth of its first node.
-
-        Example:
-            >>> import trajpack
-            >>> turns = [trajpack.Turn([1, 2], [3], [-0.5]), trajpack.Turn([1, 2], [4], [-0.5])]
-            >>> trajpack.pack_tree([trajpack.Trajectory("a", turns)]).segments()
-            (array([0, 2, 3, 4]), array([-1,  0,  0]), array([0, 2, 2]))
-        """
-        trie = self.chains.trie
-        starts, places, depths, _ = trie.segments
-        parents, inner = np.full_like(places, -1), np.flatnonzero(depths > 0)
-        above = trie.node_at(places[inner], depths[inner] - 1)
-        parents[inner] = np.searchsorted(starts, above, side="right") - 1
-        length = self.num_nodes if length is None else length
-        if length == trie.num_nodes:
-            return starts, parents, depths
-        return np.append(starts, length), np.append(parents, -1), np.append(depths, 0)
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the memory of the batch from reuse while work of another stream reads it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -24,19 +24,16 @@ from trajpack.packing.token_fields import TokenField
 from trajpack.packing.tree.entries import BatchEntries
 from trajpack.packing.tree.nodes import Boundary
 from trajpack.packing.tree.tree_batch import Share, TreeBatch
-from trajpack.packing.tree.trie import Chains, Ints, Rows, Trie, expanded, trie_of, union_of
+from trajpack.packing.tree.trie import Chains, Ints, Rows, expanded, trie_of
 from trajpack.packing.types import Trajectory, several_trajectories
 
-TREE_END, PARENT = Run.SEQUENCE, Run.VERSION
-"""Columns with another meaning in rows of nodes: the end of the subtrees, and the parent of the
-row's first node."""
 NODE_FIELDS = {
     "input_ids": "input_ids",
     "position_ids": "position_ids",
     "tree_end": "sequence_ids",
-    "loss_mask": "loss_mask",
 }
-"""Tensors of nodes, and the field of `build` that is each."""
+"""Tensors of nodes, and the field of `build` that is each: a run of nodes is a segment, and its
+sequence is the end of its subtree."""
 
 
 def pack_tree(
@@ -122,18 +119,15 @@ def _tree_of_buffer(
     if boundary == "duplicate" and share != "once":
         raise ValueError(f"boundary='duplicate' needs share='once', got share={share!r}")
     chosen = resolve_impl("pack_tree", impl, buffer.device)
-    tables, chains, num_trained = arrange_tree(buffer, duplicate=boundary == "duplicate")
+    tables, chains = arrange_tree(buffer, duplicate=boundary == "duplicate")
     of_nodes, of_entries = _divided(buffer.fields)
     with buffer._staging.on_device():
         region = buffer._staging.send(buffer.num_bytes // 4, tables.arrays)
         columns = write_batch(region, tables, of_entries, chosen)
-        nodes = _write_nodes(
-            region, chains.trie.num_nodes, of_nodes, columns["turn_returns"], chosen
-        )
+        nodes = _write_nodes(region, chains.trie.num_nodes, of_nodes, columns, chosen)
     columns |= buffer._stored.labels.as_tuples(len(buffer))
     columns |= {
         "node": columns["position_ids"],
-        "advantages": None,
         "token_fields": buffer.fields,
         "value_counts": summed(columns["tables"].value_lens),
     }
@@ -143,7 +137,6 @@ def _tree_of_buffer(
         cu_seqlens=region.tables["trees"],
         turn_prompt_node=region.tables["prompt_node"],
         entries=BatchEntries(**{name: columns[name] for name in of_table & columns.keys()}),
-        num_trained=num_trained,
         seqlens=tuple(np.diff(chains.trie.roots).tolist()),
         share=share,
         boundary=boundary,
@@ -151,15 +144,14 @@ def _tree_of_buffer(
     )
 
 
-def arrange_tree(
-    buffer: TrajectoryBuffer, *, duplicate: bool = False
-) -> tuple[Tables, Chains, int]:
-    """Return the tables of a tree, its chains, and the number of trained nodes.
+def arrange_tree(buffer: TrajectoryBuffer, *, duplicate: bool = False) -> tuple[Tables, Chains]:
+    """Return the tables of a tree, and its chains on the host.
 
     The tables are those of a batch of the entries alone, whose positions are nodes and whose
-    sequences are chains. Beside them are the runs of the nodes, their sources of fields, the
-    boundaries of the trees, and the node of the last token of each turn's prompt. With
-    ``duplicate`` each node is followed by one token.
+    sequences are chains. Beside them are the runs of the nodes, which are segments, with the
+    parents of their first nodes and their sources of fields; the boundaries of the trees, and the
+    node of the last token of each turn's prompt. With ``duplicate`` each node is followed by one
+    token.
     """
     merged, columns = buffer._tables_of("merged"), buffer._stored.columns()
     spans, (of_nodes, of_entries) = merged.spans, _divided(buffer.fields)
@@ -169,9 +161,17 @@ def arrange_tree(
     trie = trie_of(words, columns.sources, columns.chain_sizes, compared, duplicate=duplicate)
     span, depth, node, length = trie.pieces(trie.places[spans.chain], spans.begin, spans.end)
     chain, skipped = spans.chain[span], depth - spans.begin[span]
-    generated = union_of(node, node + length)
-    node_runs, node_chain = _node_runs(trie, columns.sources, generated)
-    depths = node_runs[:-1, Run.POSITION]
+    starts, places, depths, ends = trie.segments
+    of_segments = trie.order[places]
+    segments = _run_table(
+        np.diff(starts),
+        {
+            Run.SOURCE: columns.sources[of_segments] + depths,
+            Run.GENERATED: np.diff(starts),  # loss_mask comes from the entries
+            Run.POSITION: depths,
+            Run.SEQUENCE: ends,
+        },
+    )
     runs = _run_table(
         length,
         {
@@ -193,7 +193,8 @@ def arrange_tree(
     bounds = merged.arrays["cu_generated"]
     arrays = merged.arrays | {
         "runs": runs,
-        "node_runs": node_runs,
+        "segments": segments,
+        "parents": trie.parents().astype(np.int32),
         "cu_new": bounds,
         "turn_spans": np.stack([bounds[:-1], bounds[1:]], 1),
         "trees": trie.roots.astype(np.int32),
@@ -202,8 +203,8 @@ def arrange_tree(
             [rows[field][1][span] + skipped * field.row_bytes for field in of_entries], len(runs)
         ),
         "node_sources": _sources(
-            [rows[field][0][node_chain] + depths * field.row_bytes for field in of_nodes],
-            len(node_runs),
+            [rows[field][0][of_segments] + depths * field.row_bytes for field in of_nodes],
+            len(segments),
         ),
     }
     tables = merged._replace(
@@ -213,7 +214,7 @@ def arrange_tree(
         value_lens=_sources(columns.values, len(columns.sizes)),
         longest=merged.longest._replace(new=merged.longest.generated),
     )
-    return tables, chains, int((generated[1] - generated[0]).sum())
+    return tables, chains
 
 
 def _divided(fields: Sequence[TokenField]) -> tuple[list[TokenField], list[TokenField]]:
@@ -240,57 +241,26 @@ def _run_table(lengths: Ints, columns: dict[Run, Ints]) -> npt.NDArray[np.int32]
     return runs
 
 
-def _node_runs(
-    trie: Trie, sources: Ints, generated: tuple[Ints, Ints]
-) -> tuple[npt.NDArray[np.int32], Ints]:
-    """Return the run table of the nodes, and the chain of each row.
-
-    A row ends where a segment or generated nodes end; so the nodes of a row are consecutive tokens
-    of a chain, first those that no turn generated.
-    """
-    segments, (begins, ends) = trie.segments, generated
-    cuts = np.concatenate([2 * segments.starts[:-1], 2 * ends[ends < trie.num_nodes] + 1])
-    cuts.sort(kind="stable")  # two sorted parts
-    last = np.flatnonzero(np.diff(cuts >> 1, append=-1))  # of those at one node
-    start, interval = cuts[last] >> 1, np.cumsum(cuts & 1)[last]  # the first that ends behind it
-    at = last - interval
-    place, depth = segments.places[at], segments.depths[at] + start - segments.starts[at]
-    length = np.diff(start, append=trie.num_nodes)
-    parent = np.where(depth > 0, start - 1, -1)
-    attached = np.flatnonzero((depth == trie.shared[place]) & (depth > 0))  # first of their owners
-    parent[attached] = trie.node_at(place[attached], depth[attached] - 1)
-    chain = trie.order[place]
-    source = sources[chain] + depth
-    return _run_table(
-        length,
-        {
-            Run.SOURCE: source,
-            Run.GENERATED: np.clip(np.append(begins, trie.num_nodes)[interval] - start, 0, length),
-            Run.LOGPROB: source,
-            Run.POSITION: depth,
-            TREE_END: segments.ends[at],
-            PARENT: parent,
-        },
-    ), chain
-
-
 def _write_nodes(
     region: DeviceRegion,
     num_nodes: int,
     fields: Sequence[TokenField],
-    returns: torch.Tensor,
+    entries: Mapping[str, torch.Tensor],
     impl: Impl,
 ) -> dict[str, Any]:
-    """Launch the kernels that write the tensors of nodes."""
-    words, runs, sources = region.stream, region.tables["node_runs"], region.tables["node_sources"]
-    block = expand_runs(words, runs, returns, num_nodes, impl)
+    """Launch the kernels that write the tensors of nodes; ``entries`` are columns of entries."""
+    words, runs = region.stream, region.tables["segments"]
+    block = expand_runs(words, runs, entries["turn_returns"], num_nodes, impl)
     nodes: dict[str, Any] = {
         name: field_of(block, num_nodes, of) for name, of in NODE_FIELDS.items()
     }
     parent = torch.arange(-1, num_nodes - 1, dtype=torch.int32, device=words.device)
-    parent[runs[:-1, Run.START].long()] = runs[:-1, PARENT]
-    layouts, rows = [field.layout for field in fields], list[torch.Tensor]()
+    parent[runs[:-1, Run.START].long()] = region.tables["parents"]
+    mask = torch.zeros_like(parent, dtype=torch.bool)
+    mask.index_fill_(0, entries["position_ids"], True)
+    rows, sources = list[torch.Tensor](), region.tables["node_sources"]
     if fields:
+        layouts = [field.layout for field in fields]
         rows = gather_fields(words, runs, sources, layouts, num_nodes, impl)
     nodes["fields"] = {field.name: of for field, of in zip(fields, rows, strict=True)}
-    return nodes | {"tree_parent": parent}
+    return nodes | {"tree_parent": parent, "loss_mask": mask}

@@ -59,11 +59,10 @@ Share: TypeAlias = Literal["once", "sum"]
 class TreeBatch(TreeNodes):
     """Trajectories as a forest in which each distinct prefix is stored once.
 
-    Made by `trajpack.pack_tree`. Turns share a node if they agree
-    up to there, in tokens and in every extra field that has rows for all tokens. An entry is a
-    generated token of a turn; several may lie on one node, each with log-probability, version,
-    return and advantage of its own. Trees and branches are in the order of their token ids, entries
-    in the order of the turns. The tensors over nodes are those of `TreeNodes`, a base class.
+    Made by `trajpack.pack_tree`. Turns share a node if they agree up to there, in tokens and in
+    every extra field that has rows for all tokens. An entry is a generated token of a turn; several
+    may lie on one node, each with values of its own. Trees and branches are in the order of their
+    token ids, entries in the order of the turns.
 
     Attributes:
         turn_prompt_node: int32 ``[turns]``: node of the last token of each turn's prompt.
@@ -123,9 +122,8 @@ class TreeBatch(TreeNodes):
         there, cost included.
 
         Raises:
-            TypeError, ValueError: As there; a `ValueError` also for a convention in which tokens
-                that were not generated are steps (``observation="ignore"``, ``"multiply"``,
-                ``"reset"``).
+            TypeError, ValueError: As there; a `ValueError` also for the ``observation`` conventions
+                ``"ignore"``, ``"multiply"`` and ``"reset"``: tokens of a prompt are no entries.
         """
         observation = getattr(estimator, "observation", PASSING[0])
         if observation not in PASSING:
@@ -160,7 +158,7 @@ class TreeBatch(TreeNodes):
         each entry once, whatever `share` is; for another one pass ``denominator``, such as
         ``batch.entry_weights.sum()`` for ``"token_mean"``.
 
-        Arguments, errors and cost are as there; a ``"row"`` is a chain. With ``share="once"`` the
+        Arguments and errors are as there; a ``"row"`` is a chain. With ``share="once"`` the
         weights, float32 ``[entries]``, are the bits of layout ``"merged"``.
         """
         weights = loss_weights(
@@ -194,8 +192,7 @@ class TreeBatch(TreeNodes):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return importance weights of the policy of ``logprobs`` over the sampling policy.
 
-        `PackedBatch.importance_weights` of the entries, with its arguments, errors and cost;
-        ``[entries]`` each, the bits of layout ``"merged"``.
+        `PackedBatch.importance_weights` of the entries: the bits of layout ``"merged"``.
         """
         return importance_weights(
             self.entries, logprobs, correction, per=per, metrics=metrics, impl=impl
@@ -230,11 +227,7 @@ class TreeBatch(TreeNodes):
         A chain is in one micro-batch, with all of its entries. Micro-batches are cut from the
         depth-first order of chains; a cut repeats the prefix that the chains beside it share.
 
-        Args:
-            capacity: Maximum nodes of a micro-batch, before padding.
-
-        Returns:
-            The plan; of a batch without chains one dummy.
+        Nodes are counted before padding. The plan of a batch without chains is one dummy.
 
         Raises:
             TypeError: If the capacity is no integer.
@@ -277,19 +270,15 @@ class TreeBatch(TreeNodes):
 
         Args:
             plan: Plan of the batch, such as ``batch.plan_micro_batches(capacity)``.
-            alignment: Rules for padding of the nodes: ``total_multiple``, ``total``,
-                ``max_sequences`` (of trees) and ``token_id``. Its depths are 0 whatever
-                ``positions`` is.
-            tensors: ``[entries, ...]`` each, of any dtype of at most 8 bytes: further inputs of the
-                loss, such as weights. They become ``entries.fields``, without gradients.
+            alignment: Padding of the nodes: ``total_multiple``, ``total``, ``max_sequences`` (of
+                trees) and ``token_id``. Depths of padding are 0.
+            tensors: As of `PackedBatch.micro_batches`, ``[entries, ...]`` each; they become
+                ``entries.fields``.
             impl: See `trajpack.kernels`.
 
         Raises:
-            TypeError: If the plan is no `ChainPlan`, or one of ``tensors`` is no tensor.
-            ValueError: If the plan is for another batch, the alignment has no room or pads each
-                sequence, or a tensor has a wrong shape, device or name. All are checked before the
-                first is made.
-            RuntimeError: While a CUDA graph is captured.
+            TypeError, ValueError, RuntimeError: As there; a `ValueError` also if the alignment pads
+                each sequence.
         """
         return cut_chains(self, plan, alignment, tensors, impl)
 
@@ -303,18 +292,8 @@ class TreeBatch(TreeNodes):
     ) -> torch.Tensor:
         """Return outputs of the micro-batches in the order of the entries.
 
-        Args:
-            plan: Plan of the micro-batches.
-            outputs: One tensor for each micro-batch, dummies included: ``[entries of the
-                micro-batch, ...]``, of one dtype.
-            fill: Value of entries that the plan, of one rank, does not have.
-            impl: See `trajpack.kernels`.
-
-        Returns:
-            ``[entries, ...]``. Differentiable with respect to the outputs.
-
-        Raises:
-            TypeError, ValueError, RuntimeError: As `PackedBatch.merge`.
+        As `PackedBatch.merge`: ``outputs`` are ``[entries of the micro-batch, ...]`` each, the
+        result is ``[entries, ...]``. ``fill`` is the value of entries that are not in the plan.
 
         Example:
             >>> import torch, trajpack

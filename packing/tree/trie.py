@@ -101,6 +101,13 @@ class Trie:
             above = above[depth[above] < self.shared[place[above]]]
         return self.first[place] + depth - self.shared[place]
 
+    def parents(self) -> Ints:
+        """Return the node before the first of each segment, -1 at a root."""
+        _, places, depths, _ = self.segments
+        parents, inner = np.full_like(places, -1), np.flatnonzero(depths)
+        parents[inner] = self.node_at(places[inner], depths[inner] - 1)
+        return parents
+
     def pieces(self, place: Ints, begin: Ints, end: Ints) -> Pieces:
         """Return the nodes at depths ``[begin, end)`` on the path of each place."""
         index, found = np.arange(len(place)), list[Ints]()
@@ -142,6 +149,13 @@ class Chains(NamedTuple):
     def generated(self) -> Pieces:
         """Return the nodes of what each turn generated; `Pieces.stretch` are turns."""
         return self.trie.pieces(self.place, self.begin, self.end)
+
+    @property
+    def num_trained(self) -> int:
+        """Nodes that a turn generated."""
+        generated = self.generated()
+        begins, ends = union_of(generated.node, generated.node + generated.length)
+        return int((ends - begins).sum())
 
     def turns_at(self, bounds: Ints) -> list[Ints]:
         """Return the turns whose chains are at places ``[begin, end)``, for each bound."""

@@ -6,7 +6,7 @@ from hypothesis import given, settings, strategies as st
 
 from tests.packing.tree import tree_oracle as oracle
 from trajpack import GAE, GRPO, Trajectory, Turn, TurnReturns, pack, pack_tree
-from trajpack.packing.buffer import breaks
+from trajpack.packing.batch import breaks
 from trajpack.testing import assert_same_bits, trajectory_lists
 
 TOKENS = st.lists(st.integers(1, 2), min_size=1, max_size=3)

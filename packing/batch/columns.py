@@ -17,9 +17,10 @@ from trajpack.packing.token_fields import TokenField, check_fields
 
 if TYPE_CHECKING:
     from trajpack.packing.batch.batch import PackedBatch
+    from trajpack.packing.credit.advantages import Batch
 
 
-def mapped(batch: PackedBatch, change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+def mapped(batch: Batch, change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
     """Return what every column becomes by ``change``, which copies it, by name.
 
     `PackTables.is_whole` stays as it is, and ragged fields have only the values of the batch.

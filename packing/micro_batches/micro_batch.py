@@ -38,7 +38,7 @@ def check_given(
 
 
 def moved(batch: M, move: Callable[[torch.Tensor], torch.Tensor]) -> M:
-    """Return a batch with all of its tensors moved, each once; those of named tuples too."""
+    """Return a batch with all of its tensors moved, each once."""
     done: dict[int, torch.Tensor] = {}
 
     def of(value: Any) -> Any:

@@ -6,7 +6,7 @@ All is laid out on the host; the tables of a plan go to the device in one copy.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +24,7 @@ from trajpack.packing.micro_batches.cutting import (
     summed,
 )
 from trajpack.packing.micro_batches.generated import Fields
+from trajpack.packing.micro_batches.micro_batch import moved
 from trajpack.packing.tree.chain_plan import ChainPlan, check_plan
 from trajpack.packing.tree.entries import Entries
 from trajpack.packing.tree.nodes import TreeNodes
@@ -57,11 +58,14 @@ class TreeMicroBatch(TreeNodes):
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TreeMicroBatch:
         """Return the micro-batch on a device."""
-        return self.moved(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self._moved(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> TreeMicroBatch:
         """Return the micro-batch in pinned memory, as a `torch.utils.data.DataLoader` asks for."""
-        return self.moved(torch.Tensor.pin_memory)
+        return self._moved(torch.Tensor.pin_memory)
+
+    def _moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> TreeMicroBatch:
+        return dataclasses.replace(moved(self, move), entries=moved(self.entries, move))
 
     def __repr__(self) -> str:
         return (

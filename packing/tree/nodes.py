@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
 from trajpack.packing.micro_batches.generated import Distinct, Generated
 from trajpack.packing.micro_batches.logprobs import logprobs
-from trajpack.packing.micro_batches.micro_batch import moved, record_storages
+from trajpack.packing.micro_batches.micro_batch import record_storages
 from trajpack.packing.representation import missing_attribute, public_names
 from trajpack.packing.tree.entries import Entries
 from trajpack.packing.tree.trie import Chains
@@ -232,10 +231,6 @@ class TreeNodes:
         for part in (self, self.entries):
             several = [*part.fields.values(), *self.entries.ragged_values.values()]
             record_storages([*vars(part).values(), *several], stream)
-
-    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        """Return the trees and their entries with all tensors moved, each once."""
-        return dataclasses.replace(moved(self, move), entries=moved(self.entries, move))
 
     __dir__ = public_names
     if not TYPE_CHECKING:  # else it would have every attribute

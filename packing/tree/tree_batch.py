@@ -15,6 +15,7 @@ import torch
 from trajpack.kernels.scan.observations import PASSING
 from trajpack.packing.batch.batch import UNALIGNED, PackedBatch
 from trajpack.packing.batch.breaks import PrefixBreak
+from trajpack.packing.batch.columns import mapped
 from trajpack.packing.batch.description import trained_in_words
 from trajpack.packing.batch.unpack import trajectories_of
 from trajpack.packing.buffer.buffer import pack
@@ -29,7 +30,8 @@ from trajpack.packing.credit.loss_weights import (
 from trajpack.packing.micro_batches.alignment import Alignment, Placement
 from trajpack.packing.micro_batches.cutting import PaddedMicroBatch, merged
 from trajpack.packing.micro_batches.generated import with_loss_mask
-from trajpack.packing.ragged import compact_fields, ragged_rows
+from trajpack.packing.micro_batches.micro_batch import moved
+from trajpack.packing.ragged import ragged_rows
 from trajpack.packing.text import counted
 from trajpack.packing.tree.chain_plan import (
     ChainPlan,
@@ -364,22 +366,16 @@ class TreeBatch(TreeNodes):
         """Return the batch on ``device``; the same object if it is there already."""
         if self.cu_seqlens.to(device) is self.cu_seqlens:
             return self
-        return self._compact().moved(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self.moved(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return fields that share no memory: pickles and deep copies hold the tensors alone."""
-        return vars(self._compact().moved(torch.Tensor.clone)).copy()
+        return vars(self.moved(torch.Tensor.clone)).copy()
 
-    def _compact(self) -> TreeBatch:
-        """Return the batch with the values of ragged fields alone, in the order of the entries."""
-        entries, (fields, values) = self.entries, compact_fields(self.entries)
-        tables = entries.tables
-        if not tables.is_whole(entries.loss_mask):  # nor may it be behind a move
-            tables = tables._replace(loss_mask=tables.loss_mask.clone())
-        of_entries = dataclasses.replace(
-            entries, fields=fields, ragged_values=values, tables=tables
-        )
-        return dataclasses.replace(self, entries=of_entries)
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> TreeBatch:
+        """Return the trees and their entries with all tensors moved."""
+        entries = dataclasses.replace(self.entries, **mapped(self.entries, move))
+        return dataclasses.replace(moved(self, move), entries=entries)
 
     def __repr__(self) -> str:
         num_breaks = len(self.chains.trie.order) - len(self.entries.ids)

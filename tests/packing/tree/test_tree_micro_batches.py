@@ -312,7 +312,7 @@ def test_a_plan_is_one_copy_and_two_launches_for_each_micro_batch(alignment):
     counts.pop("aten.split_with_sizes.default", None)
     counts.pop("aten.select.int", None)
     padded = sum(one.num_padding > 0 for one in found)
-    assert sum(counts.values()) == 3 + 8 * len(plan) + padded, counts
+    assert sum(counts.values()) == 2 + 8 * len(plan) + padded, counts
     for one, same in zip(found, host.micro_batches(plan, alignment), strict=True):
         for name in ("input_ids", "position_ids", "tree_end", "tree_parent", "loss_mask"):
             other, tensor = getattr(one, name), getattr(same, name)

@@ -24,7 +24,7 @@ from trajpack.packing.token_fields import TokenField
 from trajpack.packing.tree.entries import BatchEntries
 from trajpack.packing.tree.nodes import Boundary
 from trajpack.packing.tree.tree_batch import Share, TreeBatch
-from trajpack.packing.tree.trie import Chains, Ints, Rows, expanded, trie_of
+from trajpack.packing.tree.trie import Chains, Ints, Rows, Trie, expanded, trie_of
 from trajpack.packing.types import Trajectory, several_trajectories
 
 NODE_FIELDS = {
@@ -161,17 +161,7 @@ def arrange_tree(buffer: TrajectoryBuffer, *, duplicate: bool = False) -> tuple[
     trie = trie_of(words, columns.sources, columns.chain_sizes, compared, duplicate=duplicate)
     span, depth, node, length = trie.pieces(trie.places[spans.chain], spans.begin, spans.end)
     chain, skipped = spans.chain[span], depth - spans.begin[span]
-    starts, places, depths, ends = trie.segments
-    of_segments = trie.order[places]
-    segments = _run_table(
-        np.diff(starts),
-        {
-            Run.SOURCE: columns.sources[of_segments] + depths,
-            Run.GENERATED: np.diff(starts),  # loss_mask comes from the entries
-            Run.POSITION: depths,
-            Run.SEQUENCE: ends,
-        },
-    )
+    segments, of_segments, depths = _segment_runs(trie, columns.sources)
     runs = _run_table(
         length,
         {
@@ -215,6 +205,22 @@ def arrange_tree(buffer: TrajectoryBuffer, *, duplicate: bool = False) -> tuple[
         longest=merged.longest._replace(new=merged.longest.generated),
     )
     return tables, chains
+
+
+def _segment_runs(trie: Trie, sources: Ints) -> tuple[npt.NDArray[np.int32], Ints, Ints]:
+    """Return the run table of the nodes, and the chain and the depth of each run.
+
+    A run is a segment. Its sequence is the end of its subtree. `loss_mask` comes from the entries.
+    """
+    starts, places, depths, ends = trie.segments
+    chain, length = trie.order[places], np.diff(starts)
+    columns = {
+        Run.SOURCE: sources[chain] + depths,
+        Run.GENERATED: length,
+        Run.POSITION: depths,
+        Run.SEQUENCE: ends,
+    }
+    return _run_table(length, columns), chain, depths
 
 
 def _divided(fields: Sequence[TokenField]) -> tuple[list[TokenField], list[TokenField]]:

@@ -144,10 +144,11 @@ def place_plan(lengths: Lengths, plan: Plan, alignment: Alignment) -> list[Padde
             raise ValueError(f"micro-batch {number}: {error}") from error
         if plan.align % multiple:
             used = int((-(-kept[chosen] // multiple) * multiple).sum())
-            if used > plan.capacity and oversized.isdisjoint(chosen.tolist()):
+            ranks = 1 if plan.cp_sizes is None else int(plan.cp_sizes[number])
+            if used > plan.capacity * ranks and oversized.isdisjoint(chosen.tolist()):
                 raise ValueError(
                     f"micro-batch {number} has {used} tokens with sequence_multiple={multiple}, "
-                    f"over the capacity {plan.capacity}: plan with align={multiple}"
+                    f"over the capacity {plan.capacity * ranks}: plan with align={multiple}"
                 )
         placed.append(PaddedMicroBatch(chosen, kept[chosen], placement))
     return placed

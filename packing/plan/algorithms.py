@@ -39,8 +39,7 @@ def place_items(
     items: PlanItems, algorithm: Algorithm, min_bins: int, multiple_of: int
 ) -> tuple[Ints, int]:
     """Return the micro-batch of each item, and the number of micro-batches."""
-    is_even = algorithm == "karmarkar_karp"
-    if is_even:
+    if algorithm == "karmarkar_karp":
         by_sequences = -(-int(items.counts.sum()) // items.max_sequences)
         least = max(min_bins, by_sequences, lower_bound(items.sizes, items.capacity))
         balanced = balance_over(items, round_up(least, multiple_of))
@@ -48,11 +47,17 @@ def place_items(
             return balanced, round_up(least, multiple_of)
     bin_of = (next_fit if algorithm == "next_fit" else best_fit_decreasing)(items)
     wanted = round_up(max(int(bin_of.max(initial=-1)) + 1, min_bins), multiple_of)
-    balanced = balance_over(items, wanted) if is_even else None
+    if algorithm == "karmarkar_karp":
+        return even(items, bin_of, wanted), wanted
+    return split_bins(items, bin_of, wanted), wanted
+
+
+def even(items: PlanItems, bin_of: Ints, num_bins: int) -> Ints:
+    """Balance over ``num_bins`` micro-batches; where items find no room, even ``bin_of`` out."""
+    balanced = balance_over(items, num_bins)
     if balanced is not None:
-        return balanced, wanted
-    bin_of = split_bins(items, bin_of, wanted)
-    return exchange(items, bin_of, wanted) if is_even else bin_of, wanted
+        return balanced
+    return exchange(items, split_bins(items, bin_of, num_bins), num_bins)
 
 
 def lower_bound(sizes: Ints, capacity: int) -> int:
@@ -85,8 +90,10 @@ def next_fit(items: PlanItems) -> Ints:
     return np.repeat(np.arange(len(lengths)), lengths)
 
 
-def best_fit_decreasing(items: PlanItems) -> Ints:
+def best_fit_decreasing(items: PlanItems, max_bins: int | None = None) -> Ints:
     """Put items, largest first, into the fullest micro-batch with room; return that of each item.
+
+    With ``max_bins``, items for which these have no room are in none, -1.
 
     Reference:
         Johnson, *Near-optimal bin packing algorithms*, 1973. Equal rooms go by number.
@@ -102,6 +109,9 @@ def best_fit_decreasing(items: PlanItems) -> Ints:
         while at < len(rooms) and free[rooms[at] & ((1 << shift) - 1)] < count:
             at += 1
         if at == len(rooms):
+            if len(free) == max_bins:
+                placed.append(-1)
+                continue
             room = items.capacity << shift | len(free)
             free.append(items.max_sequences)
         else:

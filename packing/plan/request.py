@@ -47,7 +47,7 @@ class PlanRequest(NamedTuple):
     items: PlanItems
     item_of: Ints
 
-    def planned(self, bin_of: Ints, num_bins: int) -> Plan:
+    def planned(self, bin_of: Ints, num_bins: int, **more: Any) -> Plan:
         """Return the plan by the micro-batch of each item; -1 for items of other ranks."""
         number = bin_of[self.item_of]
         own = np.argsort(number, kind="stable")[int((number < 0).sum()) :]
@@ -58,6 +58,7 @@ class PlanRequest(NamedTuple):
             cu_bins=np.append(0, np.cumsum(np.bincount(number[own], minlength=num_bins))),
             truncated={n: kept for n, kept in self.plan.truncated.items() if n in held},
             oversized=tuple(n for n in self.plan.oversized if n in held),
+            **more,
         )
 
 
@@ -68,15 +69,15 @@ def read_request(  # noqa: PLR0913
     *,
     algorithm: Algorithm,
     cost: Cost,
-    min_bins: int,
-    multiple_of: int,
-    max_sequences: int | None,
-    keep_together: Labels,
     align: int,
-    oversized: Policy,
-    turn_ends: Sequence[Sequence[int]] | None,
-    shapes: int | None,
-    sequences: Any,
+    min_bins: int = 1,
+    multiple_of: int = 1,
+    max_sequences: int | None = None,
+    keep_together: Labels = None,
+    oversized: Policy = "raise",
+    turn_ends: Sequence[Sequence[int]] | None = None,
+    shapes: int | None = None,
+    sequences: Any = None,
 ) -> PlanRequest:
     """Check the arguments of `plan_micro_batches`, and apply the policy for long sequences."""
     lengths = read_lengths(op, seqlens)

@@ -26,14 +26,15 @@ class Plan:
         cu_bins: int64 ``[micro-batches + 1]``: boundaries of the micro-batches in `order`.
         seqlens: int64 ``[sequences]``: tokens of every sequence of the batch; the kept tokens of a
             truncated one, all tokens of a dropped one.
-        capacity: Maximum tokens of a micro-batch, each sequence rounded up to a multiple of
-            `align`.
+        capacity: Maximum tokens of a micro-batch on a rank, each sequence rounded up to a multiple
+            of `align`.
         align: Each sequence takes a multiple of this many tokens.
         dropped: Sequences that are in no micro-batch since they are too long.
         truncated: Kept tokens of the sequences that are cut, by sequence.
         oversized: Sequences that are alone in a micro-batch over its capacity.
         costs: float64 ``[sequences]``: cost of each, by default its aligned tokens.
         total_multiple: Micro-batches are padded to a multiple of this many tokens, for few shapes.
+        cp_sizes: int64 ``[micro-batches]``: context-parallel ranks that share each; None for one.
     """
 
     order: Ints
@@ -46,11 +47,12 @@ class Plan:
     oversized: tuple[int, ...] = ()
     costs: Floats = field(default_factory=lambda: np.zeros(0))
     total_multiple: int = 1
+    cp_sizes: Ints | None = None
 
     def __post_init__(self) -> None:
         if not len(self.costs):
             object.__setattr__(self, "costs", round_up(np.asarray(self.seqlens), self.align))
-        for name in ("order", "cu_bins", "seqlens", "costs"):
+        for name in ("order", "cu_bins", "seqlens", "costs", "cp_sizes"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _read_only(name, getattr(self, name)))
         count, ends = len(self.seqlens), self.cu_bins.tolist()
@@ -84,15 +86,15 @@ class Plan:
 
     @cached_property
     def loads(self) -> Ints:
-        """int64 ``[micro-batches]``: aligned tokens of each."""
-        loads = self._sums(round_up(self.seqlens, self.align)).astype(np.int64)
+        """int64 ``[micro-batches]``: aligned tokens of each; a rank's share, rounded up."""
+        loads = np.ceil(self._shares(round_up(self.seqlens, self.align))).astype(np.int64)
         loads.flags.writeable = False
         return loads
 
     @cached_property
     def bin_costs(self) -> Floats:
-        """float64 ``[micro-batches]``: cost of each."""
-        return self._sums(self.costs)
+        """float64 ``[micro-batches]``: cost of each for a rank."""
+        return self._shares(self.costs)
 
     @property
     def fill(self) -> float:
@@ -111,10 +113,11 @@ class Plan:
         """Count tokens and padding, and measure how even the micro-batches are."""
         return statistics_of([self])
 
-    def _sums(self, values: Any) -> Floats:
-        """Return the sums of the sequences' values by micro-batch."""
+    def _shares(self, values: Any) -> Floats:
+        """Return the sums of the sequences' values by micro-batch, over the ranks that share it."""
         bin_of = np.repeat(np.arange(len(self)), np.diff(self.cu_bins))
-        return np.bincount(bin_of, values[self.order], minlength=len(self)).astype(np.float64)
+        sums = np.bincount(bin_of, values[self.order], minlength=len(self)).astype(np.float64)
+        return sums if self.cp_sizes is None else sums / self.cp_sizes
 
 
 def _read_only(name: str, values: Any) -> npt.NDArray[Any]:
@@ -216,14 +219,14 @@ class PlanStatistics:
 def statistics_of(plans: Sequence[Plan]) -> PlanStatistics:
     """Return the statistics of the plans of all ranks."""
     first, num_bins = plans[0], sum(map(len, plans))
-    planned = np.concatenate([plan.order for plan in plans])
+    planned = np.unique(np.concatenate([plan.order for plan in plans]))
     sizes = np.array(round_up(first.seqlens, first.align))
     alone = [sequence for plan in plans for sequence in plan.oversized]
     sizes[alone] = first.capacity
     loads = np.concatenate([plan.loads for plan in plans])
     empty = np.concatenate([np.diff(plan.cu_bins) == 0 for plan in plans])
     padded = np.where(empty, 0, round_up(loads, first.total_multiple))
-    num_tokens = int(first.seqlens[planned].sum())
+    num_tokens = round(sum(float(plan._shares(plan.seqlens).sum()) for plan in plans))
     return PlanStatistics(
         num_micro_batches=num_bins,
         num_dummies=int(empty.sum()),

@@ -86,6 +86,59 @@ def karmarkar_karp_and_swaps(costs, num_bins):
         bins[right][bins[right].index(other)] = one
 
 
+def dynamic_groups(lengths, num_ranks, capacity):
+    """Return the sequences of each rank, micro-batch after micro-batch, of dynamic CP.
+
+    The method of Megatron-Core's scheduler that verl calls, for a power of two of ranks: longest
+    first, each into the group, old or new, where the most costly rank then costs least, up to 1.05
+    times a full rank's cost; then the first of the narrowest groups becomes wider.
+    """
+    rest, slots = sorted(range(len(lengths)), key=lambda one: -lengths[one]), []
+    while rest:
+        groups, left = _dynamic_slot(rest, lengths, num_ranks, capacity)
+        missing = num_ranks - sum(width for width, _ in groups)
+        while missing:
+            narrow = min(groups, key=lambda group: group[0])
+            if narrow[0] > missing:  # no group has room to double: all ranks are one group
+                groups, left = [[num_ranks, []]], []
+                for one in rest:
+                    total = sum(lengths[other] for other in groups[0][1]) + lengths[one]
+                    (groups[0][1] if total <= capacity * num_ranks else left).append(one)
+                break
+            missing -= narrow[0]
+            narrow[0] *= 2
+        slots.append([held for width, held in groups for _ in range(width)])
+        rest = left
+    return slots
+
+
+def _dynamic_slot(rest, lengths, num_ranks, capacity):
+    """Return groups, ``[width, sequences]``, of one micro-batch, and the sequences left over."""
+    most = 1.05 * lengths[rest[0]] * capacity
+    groups, left = [], []
+    for one in rest:
+        choices = []
+        costs = [sum(lengths[n] ** 2 for n in held) / width for width, held in groups]
+        free = num_ranks - sum(width for width, _ in groups)
+        for width in (1 << power for power in range(num_ranks.bit_length())):
+            new = [[width, []]] if width <= free else []
+            for group in [*(group for group in groups if group[0] == width), *new]:
+                if sum(lengths[n] for n in [*group[1], one]) > capacity * width:
+                    continue
+                own = sum(lengths[n] ** 2 for n in [*group[1], one]) / width
+                time = max(*costs, own) if groups else width
+                if time <= most or not groups:
+                    choices.append((time, len(choices), group))
+        if not choices:
+            left.append(one)
+            continue
+        group = min(choices)[2]
+        if not group[1]:
+            groups.append(group)
+        group[1].append(one)
+    return groups, left
+
+
 def power_law(generator, count):
     """Many short answers and few very long ones: density as length to the power -2."""
     return np.minimum(200 / generator.random(count), 32_768).astype(np.int64), 32_768

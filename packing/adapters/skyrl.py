@@ -110,8 +110,8 @@ def to_training_input(
     prompts, lengths = layout.prompt_lengths_of(batch), batch.cu_seqlens.diff().long()
     begin, responses = batch.cu_seqlens[:-1].long(), lengths - prompts
     (width,) = layout.widths_of({"max_response_length": max_response_length}, (responses,))
-    whole = layout.left_padded(begin, lengths, batch.max_seqlen)
-    response = layout.left_padded(begin + prompts, responses, width)
+    whole = layout.padded(begin, lengths, batch.max_seqlen, batch.max_seqlen - lengths)
+    response = layout.padded(begin + prompts, responses, width, width - responses)
     found = {
         "sequences": whole.of(batch.input_ids, pad_token_id),
         "attention_mask": whole.of(layout.ones_of(batch)),

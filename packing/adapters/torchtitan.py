@@ -101,22 +101,15 @@ def _row(
     slots = torch.cat([slots, slots.new_full((1,), width - needed)])
     length = torch.cat([length, length.new_zeros(1)])
     begin = torch.nn.functional.pad(places[:count].long(), (0, 1))
-    sequence = torch.repeat_interleave(slots, output_size=width)
-    positions = torch.arange(width, device=batch.device) - (slots.cumsum(0) - slots)[sequence]
-    holds = positions < length[sequence]
-    token = torch.where(holds, begin[sequence] + positions, 0)
-
-    def at(index: torch.Tensor, tensor: torch.Tensor, fill: float) -> torch.Tensor:
-        if not batch.num_tokens:
-            return tensor.new_full((width,), fill)
-        return torch.where(holds, tensor[index], fill)
-
-    following = token + holds
+    first = slots.cumsum(0) - slots
+    own = layout.Rows(first, begin, length, (width,))
+    following = layout.Rows(first, begin + 1, length, (width,))
+    starts = torch.repeat_interleave(first, slots, output_size=width)
     return {
-        "token_ids": at(token, batch.input_ids, pad_id),
-        "labels": at(following, batch.input_ids, pad_id),
-        "positions": positions,
-        "generator_logprobs": at(following, layout.at_trained(batch, batch.rollout_logprobs), 0.0),
-        "loss_mask": at(following, batch.loss_mask, False),
-        "advantages": at(following, layout.at_trained(batch, advantages), 0.0),
+        "token_ids": own.of(batch.input_ids, pad_id),
+        "labels": following.of(batch.input_ids, pad_id),
+        "positions": torch.arange(width, device=batch.device) - starts,
+        "generator_logprobs": following.of(layout.at_trained(batch, batch.rollout_logprobs)),
+        "loss_mask": following.of(batch.loss_mask, False),
+        "advantages": following.of(layout.at_trained(batch, advantages)),
     }

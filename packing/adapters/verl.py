@@ -51,11 +51,12 @@ def to_data_proto_dict(
         batch, max_prompt_length=max_prompt_length, max_response_length=max_response_length
     )
     ids = whole.of(batch.input_ids, pad_token_id)
-    positions = torch.arange(whole.width, device=batch.device) - whole.column[:, None]
+    places = torch.arange(ids.numel(), device=batch.device).view(ids.shape)
+    positions = places - whole.first[:, None]
     last = whole.size[:, None] - 1
     tensors = {
-        "prompts": ids[:, : prompts.width],
-        "responses": ids[:, prompts.width :],
+        "prompts": ids[:, : prompts.shape[1]],
+        "responses": ids[:, prompts.shape[1] :],
         "input_ids": ids,
         "attention_mask": whole.of(layout.ones_of(batch)),
         "position_ids": torch.minimum(positions.clamp_(min=0), last, out=positions),

@@ -7,6 +7,7 @@ operation that errors name.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -102,54 +103,49 @@ def pieces_of(
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """A stretch of each sequence as a padded row; tensors are int64 ``[rows]``."""
+    """Stretches of a batch's tokens, laid out with padding; tensors are int64 ``[stretches]``."""
 
+    first: torch.Tensor
+    """Place of each stretch, rows one after the other; they grow."""
     begin: torch.Tensor
-    """First token of the stretch, an index of the batch's tokens."""
+    """First token of each stretch, an index of the batch's tokens."""
     size: torch.Tensor
-    """Tokens of the stretch."""
-    width: int
-    """Columns of a row."""
-    column: torch.Tensor
-    """Column of the stretch's first token."""
+    """Tokens of each stretch."""
+    shape: tuple[int, ...]
+    """Rows and columns, or the columns of a single row."""
 
     def of(self, packed: torch.Tensor, value: Number = 0) -> torch.Tensor:
-        """Lay ``packed`` ``[tokens, *rest]`` out as ``[rows, width, *rest]``, ``value`` as pad.
+        """Lay ``packed`` ``[tokens, *rest]`` out as ``[*shape, *rest]``, ``value`` as padding.
 
         Differentiable.
         """
-        fill, num_places = packed.new_full((), value), len(self.size) * self.width
+        fill = packed.new_full((), value)
         if packed.device.type not in HOSTS or packed.requires_grad:
             rows = taken(packed, *self._index, fill)
         else:
-            bits = BITS[packed.element_size()]
-            stretches = self._first, self.begin, self.size, num_places
+            bits, num_places = BITS[packed.element_size()], math.prod(self.shape)
+            stretches = self.first, self.begin, self.size, num_places
             rows = moved(packed.view(bits), *stretches, fill.view(bits)).view(packed.dtype)
-        return rows.view(len(self.size), self.width, *packed.shape[1:])
-
-    @cached_property
-    def _first(self) -> torch.Tensor:
-        """Place of each stretch in the rows, one row after the other."""
-        return torch.arange(len(self.size), device=self.size.device) * self.width + self.column
+        return rows.view(*self.shape, *packed.shape[1:])
 
     @cached_property
     def _index(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Index of the token at each place, and whether there is one."""
-        places = len(self.size) * self.width
-        _, _, index, holds = located(places, self._first, self.begin, self.size)
+        _, _, index, holds = located(math.prod(self.shape), self.first, self.begin, self.size)
         return index, holds
 
 
-def left_padded(begin: torch.Tensor, size: torch.Tensor, width: int) -> Rows:
-    """Return rows padded on the left."""
-    return Rows(begin, size, width, width - size)
+def padded(begin: torch.Tensor, size: torch.Tensor, width: int, before: Any = 0) -> Rows:
+    """Return a row for each stretch, with ``before`` columns of padding before it."""
+    first = torch.arange(len(size), device=size.device) * width + before
+    return Rows(first, begin, size, (len(size), width))
 
 
 def right_padded(batch: PackedBatch, width: int | None = None, *, skip: int = 0) -> Rows:
     """Return sequences without their first ``skip`` tokens, padded to ``width`` or the longest."""
     size = (batch.cu_seqlens.diff().long() - skip).clamp(min=0)
     width = batch.max_seqlen if width is None else width
-    return Rows(batch.cu_seqlens[:-1].long() + skip, size, width, torch.zeros_like(size))
+    return padded(batch.cu_seqlens[:-1].long() + skip, size, width)
 
 
 def split_rows(
@@ -172,9 +168,11 @@ def split_rows(
     lengths = batch.cu_seqlens.diff().long()
     given = {"max_prompt_length": max_prompt_length, "max_response_length": max_response_length}
     width, other = widths_of(given, (prompts, lengths - prompts))
-    before = left_padded(begin, prompts, width)
-    after = Rows(begin + prompts, lengths - prompts, other, torch.zeros_like(prompts))
-    return Rows(begin, lengths, width + other, before.column), before, after
+    return (
+        padded(begin, lengths, width + other, width - prompts),
+        padded(begin, prompts, width, width - prompts),
+        padded(begin + prompts, lengths - prompts, other),
+    )
 
 
 def widths_of(given: Mapping[str, int | None], sizes: tuple[torch.Tensor, ...]) -> list[int]:

@@ -29,7 +29,7 @@ class LMHead:
 
     Modules around the model are left out: pass ``model.module`` of ``DistributedDataParallel``, and
     add up the gradients of the ranks yourself, because it does so only where its own ``forward``
-    ran. With the hidden states of that, `PackedBatch.logprobs` needs no `LMHead`.
+    ran.
 
     Args:
         model: A causal language model of transformers. Models that keep packed sequences apart pass

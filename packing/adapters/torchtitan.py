@@ -24,9 +24,7 @@ def to_training_microbatch(
     ``rows`` is a batch or micro-batch for each row, or a single one; ``seq_len`` the longest row's
     if ``None``. torchtitan 0.3.0 has rows; its development branch joins them to
     ``[rows * seq_len]``, which is ``flat=True``. Each sequence loses its last token before it is
-    packed, so that no shift crosses a boundary, and is padded to a multiple of
-    ``per_sample_pad_multiple``. Log-probabilities and advantages are 0 where ``loss_mask`` is
-    False.
+    packed, so that no shift crosses a boundary.
 
     Raises:
         ValueError: As in all formats, and if there is no row, a row is longer than ``seq_len``, or

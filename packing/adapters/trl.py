@@ -108,9 +108,8 @@ def from_grpo_inputs(
 
     Tokens where ``completion_mask`` is 0 are padding, those where ``tool_mask`` is 0 observations.
     Log-probabilities are the first of `LOGPROBS` that is there. TRL keeps no rewards: ``rewards``
-    has one for each row, for its last turn. Advantages are not read.
-
-    Lost in the format: versions, truncation, rewards of single turns.
+    has one for each row, for its last turn. Advantages are not read. Lost in the format: versions,
+    truncation, rewards of single turns.
     """
     op = "from_grpo_inputs"
     reading.check_carried(op, inputs, keys={}, refused=IMAGES)
@@ -167,9 +166,9 @@ def to_async_row(
     sequences, in the order of their tokens. A trained token has its own advantage. Of a batch or a
     micro-batch: sequences side by side, TRL's own row for sequences without a common prefix.
 
-    M is the number of generated tokens. ``token_index`` is -1 at those that are not trained, which
-    the trainer strips. ``num_trained`` is the number of trained tokens of all ranks, one entry;
-    those of this row if ``None``.
+    ``token_index`` is -1 at generated tokens that are not trained, which the trainer strips.
+    ``num_trained`` is the number of trained tokens of all ranks, one entry; those of this row if
+    ``None``.
 
     Raises:
         ValueError: As in all formats; also if a tree has another ``boundary``, or no nodes.

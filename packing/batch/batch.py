@@ -391,7 +391,8 @@ class PackedBatch:
             alignment: Rules for padding.
             tensors: ``[tokens, ...]`` each, of any dtype of at most 8 bytes: further inputs of the
                 loss, such as ``{"loss_weights": batch.loss_weights("token_mean")}``. They become
-                `MicroBatch.fields`, 0 on padding, without gradients.
+                `MicroBatch.fields`, 0 on padding, without gradients; a loss reads
+                ``generated["loss_weights"]``.
             impl: See `trajpack.kernels`.
 
         Raises:

@@ -274,8 +274,8 @@ class TreeBatch(TreeNodes):
             plan: Plan of the batch, such as ``batch.plan_micro_batches(capacity)``.
             alignment: Padding of the nodes: ``total_multiple``, ``total``, ``max_sequences`` (of
                 trees) and ``token_id``. Depths of padding are 0.
-            tensors: As of `PackedBatch.micro_batches`, ``[entries, ...]`` each; they become
-                ``entries.fields``.
+            tensors: As of `PackedBatch.micro_batches`, ``[entries, ...]`` each; read them by
+                ``generated[name]``.
             impl: See `trajpack.kernels`.
 
         Raises:

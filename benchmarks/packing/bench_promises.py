@@ -41,6 +41,8 @@ from trajpack.testing import assert_batches_equal
 
 QUARTER = 0.25
 NUM_ROWS = 1024
+SECONDS = 3.0
+"""Share of each contender: several rounds, also on a busy machine."""
 
 
 def from_arrays(workload, scale=1.0):
@@ -101,7 +103,7 @@ def rows_of(trainer, scale=1.0):
         assert_equal(found[5], mine["rollout_logprobs"], "logprobs")
 
     tokens = sum(len(row[0]) + len(row[1]) for row in columns)
-    return Contest(ROWS, trainer, tokens, check, clock=processor_clock), [
+    return Contest(ROWS, trainer, tokens, check, clock=processor_clock, seconds=SECONDS), [
         Contender(OURS, lambda: to_rows(pack(trajectories, device="cpu")), "all rows"),
         Contender(OF_SKYRL, module and collated, "SkyRL's rows", check_collated, missing=why),
     ]
@@ -141,7 +143,7 @@ def of_files(job, workload, folder, scale=1.0):
     works = (saved, written) if job == SAVED else (lambda: load(mine), read)
     check = check_bytes if job == SAVED else check_read
     size = {place: place.stat().st_size / batch.num_tokens for place in (mine, theirs)}
-    return Contest(job, workload, batch.num_tokens, check), [
+    return Contest(job, workload, batch.num_tokens, check, seconds=SECONDS), [
         Contender(OURS, works[0], f"{size[mine]:.1f} bytes a token"),
         Contender(IN_SAFETENSORS, works[1], f"{size[theirs]:.1f} bytes a token"),
     ]

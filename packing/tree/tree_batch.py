@@ -64,7 +64,8 @@ class TreeBatch(TreeNodes):
     Made by `trajpack.pack_tree`. Turns share a node if they agree up to there, in tokens and in
     every extra field that has rows for all tokens. An entry is a generated token of a turn; several
     may lie on one node, each with values of its own. Trees and branches are in the order of their
-    token ids, entries in the order of the turns.
+    token ids, entries in the order of the turns. The tensors over nodes are those of `TreeNodes`, a
+    base class.
 
     Attributes:
         turn_prompt_node: int32 ``[turns]``: node of the last token of each turn's prompt.

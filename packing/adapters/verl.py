@@ -51,8 +51,8 @@ def to_data_proto_dict(
         batch, max_prompt_length=max_prompt_length, max_response_length=max_response_length
     )
     ids = whole.of(batch.input_ids, pad_token_id)
-    places = torch.arange(ids.numel(), device=batch.device).view(ids.shape)
-    positions = places - whole.first[:, None]
+    padding = prompts.shape[1] - prompts.size[:, None]
+    positions = torch.arange(ids.shape[1], device=batch.device) - padding
     last = whole.size[:, None] - 1
     tensors = {
         "prompts": ids[:, : prompts.shape[1]],

@@ -120,7 +120,7 @@ def _breaks(batch: PackedBatch) -> Iterator[PrefixBreak]:
 
 def _bits(rows: torch.Tensor) -> npt.NDArray[np.uint8]:
     """Return rows ``[tokens, ...]`` as bytes ``[tokens, bytes of a row]``."""
-    host = rows.cpu().reshape(rows.shape[0], -1).contiguous()
+    host = rows.cpu()[:, None].flatten(1).contiguous()
     bits: npt.NDArray[np.uint8] = host.view(torch.uint8).numpy()
     return bits
 

@@ -4,10 +4,11 @@ from collections import Counter
 from itertools import pairwise, takewhile
 
 import numpy as np
+import torch
 from hypothesis import given, settings, strategies as st
 
 from tests.packing.tree import tree_oracle as oracle
-from trajpack import Trajectory, Turn, pack, pack_tree
+from trajpack import TokenField, Trajectory, Turn, pack, pack_tree
 from trajpack.packing.tree.trie import expanded
 from trajpack.testing import trajectory_lists
 
@@ -85,7 +86,8 @@ def test_a_tree_with_duplicated_nodes_shares_less(trajectories):
 
 def test_an_empty_batch_shares_nothing():
     statistics = pack_tree([]).statistics()
-    assert (statistics.num_nodes, pack_tree([]).prefix_breaks()) == (0, ())
+    routes = TokenField("routes", torch.uint8, (2,), generated_only=False)
+    assert (statistics.num_nodes, pack_tree([], fields=[routes]).prefix_breaks()) == (0, ())
     assert (statistics.turns_ratio, statistics.merged_ratio) == (1.0, 1.0)
     silent = pack_tree([Trajectory("a", [Turn([1, 2], [], []), Turn([1, 2], [], [])])])
     assert silent.statistics().shared_in_chains == 2

@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -12,13 +11,9 @@ from tests.agent.runner.runner_cases import (
     EchoEngine,
     NoEnvironment,
     TwoTurns,
-    all_but_first,
     failing,
-    prompts,
     roll,
     roll_groups,
-    runner,
-    serve,
 )
 from trajpack.agent.runner.observers import RolloutObserver
 from trajpack.agent.runner.policy import (
@@ -106,21 +101,6 @@ def test_failures_of_environment_and_attempts_are_told() -> None:
     assert seen.of("episode_started") == [["q0@0", 0], ["q0@0", 1]]
     assert seen.of("result_accepted") == []
     assert result.attempts == 2
-
-
-def test_every_attempt_that_began_ends_however_the_run_does() -> None:
-    async def body(engine: EchoEngine) -> None:
-        run = runner(engine, all_but_first(10), concurrency=4, observers=[seen])
-        async with aclosing(run.run(prompts(9))) as results:
-            await anext(results)
-
-    seen = Records()
-    serve(body)
-    started = [values[:2] for values in seen.of("episode_started")]
-    ended = {(values[0], values[1]): values[2:] for values in seen.of("episode_ended")}
-    assert sorted(map(tuple, started)) == sorted(ended)
-    assert ended.pop(("q0@0", 0)) == [None, True]
-    assert {(error.cause, final) for error, final in ended.values()} == {("cancelled", True)}
 
 
 def test_a_stale_result_ends_its_attempt_a_second_time() -> None:

@@ -182,43 +182,6 @@ def test_the_oldest_token_decides() -> None:
         assert error is None or f"a token is of version {oldest}," in str(error)
 
 
-class Ages(TwoTurns):
-    """New weights come while the first episode is under way, as often as it is told."""
-
-    def __init__(self, engine: EchoEngine, times: int) -> None:
-        super().__init__()
-        self.engine, self.times = engine, times
-
-    async def run(self, *values: Any) -> list[Trajectory]:
-        found = await super().run(*values)
-        if values[0].id == "q0@0" and self.times:
-            self.times -= 1
-            self.engine.version += 3
-        return found
-
-
-@pytest.mark.parametrize(
-    ("max_token_age", "attempts", "expected"),
-    [(3, 1, (None, 1)), (2, 1, (StaleEpisodeError, 1)), (2, 3, (StaleEpisodeError, 1))],
-)
-def test_a_result_with_old_tokens_is_stale(
-    max_token_age: int, attempts: int, expected: tuple[Any, int]
-) -> None:
-    async def body(engine: EchoEngine) -> EpisodeResult:
-        policy = fresh(99, 99, max_token_age=max_token_age, attempts=attempts)
-        run = runner(engine, Ages(engine, 1), policy=policy)
-        (result,) = await take(run.run(prompts(1)))
-        assert run.staleness.num_running == 0
-        return result
-
-    result = serve(body)
-    kind, attempt = expected
-    assert type(result.error) is (kind or type(None))
-    assert (result.attempts, bool(result.trajectories)) == (attempt, kind is None)
-    if kind:
-        assert "a token is of version 0, 3 behind the engine's; at most 2" in str(result.error)
-
-
 def test_age_is_measured_when_a_result_is_taken() -> None:
     async def body(engine: EchoEngine) -> list[EpisodeResult]:
         run = runner(engine, TwoTurns(), policy=fresh(9, 9, max_token_age=1))

@@ -17,11 +17,9 @@ from tests.agent.runner.runner_cases import (
     serve,
     take,
 )
-from trajpack.agent.engines.transformers_engine import TransformersEngine
 from trajpack.agent.errors import EpisodeError
-from trajpack.agent.models.tiny_model import build_tiny_model
-from trajpack.agent.protocols import Prompt, SamplingParams
-from trajpack.agent.runner.runner import EpisodeResult, Progress, RolloutRunner
+from trajpack.agent.protocols import Prompt
+from trajpack.agent.runner.runner import Progress, RolloutRunner
 
 
 @pytest.mark.parametrize("group", [None, "mine"])
@@ -157,32 +155,6 @@ def test_what_is_no_object_or_no_coroutine_is_named(rollout: Rollout, message: s
 
     with pytest.raises((TypeError, EpisodeError), match=message):
         serve(body)
-
-
-def test_the_real_engine_serves_a_run_from_start_to_end_and_one_that_is_left() -> None:
-    model, tokenizer = build_tiny_model()
-    asked = [Prompt(f"q{k}", tokenizer(f"What is {k} + 30?")["input_ids"]) for k in range(6)]
-    agent = TwoTurns(sampling=SamplingParams(max_new_tokens=12))
-
-    async def body() -> list[EpisodeResult]:
-        async with TransformersEngine(model, num_blocks=64, page_size=16) as engine:
-            too_long = Prompt("too long", [1] * 2000)
-            rolling = runner(engine, agent, concurrency=5, group_size=2)
-            results = await take(rolling.run([*asked, too_long]))
-            endless = (Prompt(str(k), asked[0].input_ids) for k in range(1000))
-            async with aclosing(rolling.run(endless)) as left_early:
-                await anext(left_early)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-        return results
-
-    results = asyncio.run(body())
-    failed = {result.qid: str(result.error) for result in results if result.error is not None}
-    assert sorted(failed) == ["too long@0", "too long@1"]
-    assert all("exceed the 1024 tokens of a request" in reason for reason in failed.values())
-    for result in results:
-        for trajectory in result.trajectories:
-            first, second = trajectory.turns
-            assert list(second.prompt_ids) == [*first.prompt_ids, *first.completion_ids]
 
 
 def test_episodes_that_were_finished_before_are_not_begun() -> None:

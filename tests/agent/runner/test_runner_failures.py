@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
-import sys
 from collections import Counter
 from contextlib import aclosing
 from typing import Any
@@ -32,7 +30,6 @@ from trajpack.agent.errors import (
     RequestRefusedError,
 )
 from trajpack.agent.protocols import Prompt
-from trajpack.agent.runner.episode import attempt_episode
 from trajpack.agent.runner.observers import RolloutObserver
 from trajpack.agent.runner.policy import RetryPolicy, RolloutPolicy
 from trajpack.agent.runner.runner import Progress, RolloutRunner
@@ -195,38 +192,6 @@ def test_a_request_that_fails_before_it_is_sent_leaves_no_count(fault: str) -> N
 
     (result,) = asyncio.run(body())
     assert isinstance(result.error, EpisodeError)
-
-
-def test_a_coroutine_that_is_closed_without_an_event_loop_ends_silently(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    unraisable: list[Any] = []
-    gc.collect()  # of other tests
-    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
-    closed: list[str] = []
-
-    async def wait(prompt: Prompt) -> None:
-        try:
-            await asyncio.get_running_loop().create_future()
-        except GeneratorExit:
-            closed.append(prompt.id)
-            raise
-
-    loop = asyncio.new_event_loop()
-    running = RolloutRunner(EchoEngine(), TwoTurns(before=wait), NoEnvironment())
-    task = loop.create_task(attempt_episode(running, Prompt("q0@0", [1])))
-    loop.call_soon(loop.stop)
-    loop.run_forever()
-    loop.close()
-    with contextlib.suppress(AttributeError):
-        task._log_destroy_pending = False  # type: ignore[attr-defined]
-    coroutine = task.get_coro()
-    assert coroutine is not None
-    coroutine.close()
-    del task, coroutine
-    gc.collect()
-    assert closed == ["q0@0"]
-    assert unraisable == []
 
 
 def test_turns_of_a_failed_episode_are_sampled_but_not_kept() -> None:

@@ -27,7 +27,6 @@ from trajpack.agent.errors import RequestRefusedError
 from trajpack.agent.protocols import SamplingParams
 from trajpack.agent.servers.client import ExchangeError
 from trajpack.agent.servers.control import WeightUpdateError
-from trajpack.agent.servers.options import RetryLimits
 from trajpack.agent.servers.sglang import SGLangEngine
 from trajpack.agent.servers.vllm import VLLMEngine
 
@@ -222,18 +221,6 @@ async def test_a_server_that_was_away_at_the_resume_is_told_when_it_is_back(stat
         await asked
         resumed = [asked.path for asked in server.asked].index("/inference/v1/generate")
         assert server.asked[resumed - 1].path == "/resume"
-
-
-async def test_a_server_that_rested_at_the_resume_is_told_when_it_is_well() -> None:
-    say, calm = listening(say_sglang, *ORDERS), options(retries=RetryLimits(rest_s=60))
-    async with serving(SGLangEngine, say, options=calm) as ((server,), engine):
-        await engine.pause()
-        engine._rest(the_server(engine), ExchangeError("for a moment"))
-        await engine.resume()
-        assert "/continue_generation" not in server.paths()
-        await engine._greet(the_server(engine))
-        await generate(engine)
-        assert server.paths()[-2:] == ["/continue_generation", "/generate"]
 
 
 async def test_an_update_that_passes_a_server_by_while_it_is_greeted_leaves_it_resting() -> None:

@@ -29,17 +29,13 @@ from tests.agent.servers.loopback import (
     sglang_body,
     vllm_body,
 )
-from trajpack.agent.agents.math_multi_turn import MathMultiTurnAgent
-from trajpack.agent.environments.questions import ExactAnswerEnvironment, Question
 from trajpack.agent.errors import (
     EngineEndedError,
     MalformedResponseError,
     RequestRefusedError,
     ServerUnavailableError,
 )
-from trajpack.agent.models.tiny_model import build_tiny_model
-from trajpack.agent.protocols import Prompt, SamplingParams
-from trajpack.agent.runner.runner import RolloutRunner
+from trajpack.agent.protocols import SamplingParams
 from trajpack.agent.seeding import derive_seed
 from trajpack.agent.servers.options import TimeLimits
 from trajpack.agent.servers.sglang import SGLangEngine
@@ -369,45 +365,6 @@ async def test_a_cancelled_request_gives_its_turn_to_the_next() -> None:
         assert len(server.draws) == 1
         first.cancel()
         await asyncio.gather(second, third)
-
-
-@pytest.mark.parametrize("delay", [0.0, 0.003, 0.03])
-async def test_cancellation_at_any_time_leaves_nothing(delay: float) -> None:
-    async def inner() -> None:
-        async with serving(SGLangEngine, drawing(never, say_sglang)) as (_, engine):
-            await generate(engine)
-
-    task = asyncio.create_task(inner())
-    await asyncio.sleep(delay)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert asyncio.all_tasks() == {asyncio.current_task()}
-
-
-async def test_sampling_masks_of_vllm_become_the_support_of_a_batch() -> None:
-    _, tokenizer = build_tiny_model()
-    answer = [*tokenizer.encode("5", add_special_tokens=False), tokenizer.eos_token_id]
-    rows = [[token, *range(9, 9 + number)] for number, token in enumerate(answer)]
-    allowed = [token for row in rows for token in row]
-
-    (choice,) = vllm_body(answer)["choices"]
-    say = always({"choices": [choice | {"sampling_mask": rows}]})
-    question = Question("q", ({"role": "user", "content": "2 + 3"},), ("5",))
-    agent = MathMultiTurnAgent(SamplingParams(8), tokenizer, None, num_turns=2)
-    async with serving(VLLMEngine, say) as (_, engine):
-        runner = RolloutRunner(engine, agent, ExactAnswerEnvironment([question]))
-        (result,) = [one async for one in runner.run([Prompt("q", [7, 8])])]
-    field = trajpack.TokenField("sampling_mask", torch.int32, ragged=True)
-    batch = trajpack.pack(result.trajectories, fields=[field])
-    turns = batch.num_turns
-    assert result.error is None
-    assert turns == 2
-    assert batch.generated["sampling_mask"].values.tolist() == allowed * turns
-    assert batch.generated["sampling_mask"].cu.diff().tolist() == list(map(len, rows)) * turns
-    head = torch.zeros(len(tokenizer), 4)
-    found = batch.logprobs(torch.zeros(batch.num_tokens, 4), head, support="sampling_mask")
-    torch.testing.assert_close(found, -torch.tensor([*map(len, rows)] * turns).log())
 
 
 async def test_a_missing_logprob_is_told_once_and_marked_for_corrections(

@@ -6,7 +6,6 @@ import json
 import math
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,6 @@ from trajpack.agent.servers.engine_response import (
 )
 from trajpack.agent.servers.options import ServerOptions
 
-RECORDED = Path(__file__).parents[4] / "shared" / "contracts"
 SAMPLING = SamplingParams(64)
 OPTIONS = ServerOptions(vocab_size=1000)
 IDS = [207, 129, 350]
@@ -74,18 +72,6 @@ def test_each_shape_becomes_arrays(shape: Any) -> None:
         assert response.weight_versions == [("7", 0, 1), ("8", 1, 3)]
     else:
         assert response.weight_versions == [("", 0, 3)]
-
-
-@pytest.mark.skipif(not RECORDED.is_dir(), reason="the recorded responses are not here")
-@pytest.mark.parametrize(
-    ("name", "num_tokens"),
-    [("inference_v1_generate", 3), ("v1_completions", 3)],
-)
-def test_recorded_responses_are_read(name: str, num_tokens: int) -> None:
-    body = (RECORDED / f"vllm_{name}.json").read_bytes()
-    response = read_response("vLLM", body, SAMPLING, options=OPTIONS)
-    assert response.output_ids.tolist() == json.loads(body)["choices"][0]["token_ids"]
-    assert response.output_logprobs.shape == (num_tokens,)
 
 
 def test_odd_answers_that_are_well_are_read() -> None:

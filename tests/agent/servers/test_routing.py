@@ -109,16 +109,6 @@ async def test_a_server_that_is_too_slow_is_left_for_another() -> None:
         assert all(server.is_healthy for server in engine._servers)
 
 
-async def test_one_reply_takes_no_longer_than_it_may() -> None:
-    limits = TimeLimits(generation_s=0.2)
-    say = drawing(lambda _: asyncio.sleep(99))  # type: ignore[arg-type,return-value]
-    timed = options(time_limits=limits)
-    async with serving(VLLMEngine, say, options=timed) as ((server,), engine):
-        reply = await ask(engine)
-        assert isinstance(reply, ServerUnavailableError)
-        assert f"127.0.0.1:{server.port}: no completion within 0.2 s" in str(reply)
-
-
 async def test_requests_go_where_the_fewest_are_in_flight() -> None:
     async with serving(VLLMEngine, say_vllm, 3) as (servers, engine):
         for _ in range(4):

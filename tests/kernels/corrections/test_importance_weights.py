@@ -482,14 +482,6 @@ def test_named_rules_have_their_fields() -> None:
     assert len({Correction.tis(), Correction.tis(), Correction.mis()}) == 2
 
 
-def test_a_rule_knows_whether_it_needs_segments() -> None:
-    tokens = Correction(), Correction(rejection=Rejection(0.5, 2.0, "token"))
-    segments = Correction(level="none", rejection=Rejection()), Correction(level="segment")
-    assert not any(rule.needs_segments for rule in tokens)
-    assert all(rule.needs_segments for rule in segments)
-    assert Correction(level="geometric", rejection=Rejection(level="token")).needs_segments
-
-
 @pytest.mark.parametrize(
     ("given", "expected"),
     [

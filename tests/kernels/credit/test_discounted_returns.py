@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +22,6 @@ from tests.kernels.credit.token_loops import (
 from tests.support.slow import slow, slow_after
 from trajpack.kernels.credit.discounted_returns import discounted_returns
 from trajpack.kernels.scan import credit_scan_triton
-from trajpack.kernels.scan.credit_scan import ENTRIES_AT_ONCE, ROW
 from trajpack.testing import assert_same_bits, boundaries, returns_by_loop
 
 LENGTHS = [3, 0, 1, 63, 64, 65, 0, 128, 129, 2, 1, 1, 1, 1, 1, 1, 1, 40]  # more than one program
@@ -47,15 +45,6 @@ def random_rewards(num: int, seed: int = 0, dtype: torch.dtype = torch.float32) 
     return torch.from_numpy(np.random.default_rng(seed).standard_normal(num)).to(dtype)
 
 
-@pytest.mark.parametrize("discount", [0.0, 0.5, 0.99, 1.0, -0.9, 1.05])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_it_equals_the_float64_loop(impl: str, discount: float, dtype: torch.dtype) -> None:
-    rewards = random_rewards(sum(LENGTHS), dtype=dtype)
-    exact = returns_by_loop(rewards.numpy(), LENGTHS, [discount] * len(LENGTHS))
-    actual = discounted_returns(rewards, boundaries(LENGTHS), discount, impl)
-    assert_rounds(actual, exact, np.abs(exact).max())
-
-
 @given(
     lengths=st.lists(st.integers(0, 70), max_size=20),
     discounts=st.lists(st.floats(-1.2, 1.2), min_size=20, max_size=20),
@@ -73,16 +62,6 @@ def test_any_lengths_and_discounts_equal_the_loop(
     assert_rounds(actual, exact, float(np.abs(exact).max(initial=0)))
 
 
-@pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_nan_and_infinity_reach_only_earlier_entries(impl: str, value: float) -> None:
-    rewards = random_rewards(130)
-    rewards[65] = value
-    actual = discounted_returns(rewards, boundaries([130]), 0.5, impl)
-    assert not actual[:66].isfinite().any()
-    exact = returns_by_loop(rewards[66:].numpy(), [64], [0.5])
-    assert_rounds(actual[66:], exact, 1.0)
-
-
 @pytest.mark.parametrize("max_seqlen", [0, 3, 10**12])
 def test_max_seqlen_changes_no_bit(impl: str, max_seqlen: int | None) -> None:
     rewards = random_rewards(sum(LENGTHS))
@@ -97,28 +76,6 @@ def test_a_gradient_that_is_expanded_is_read_right(impl: str) -> None:
     # entry t counts in the returns of entries 0 to t: 1, 1 + 1/2, 1 + 1/2 + 1/4
     assert rewards.grad is not None
     assert_same_bits(rewards.grad, torch.tensor([1.0, 1.5, 1.75]))
-
-
-def test_the_host_has_the_same_bits_alone_and_packed() -> None:
-    lengths = [ROW, 3, ROW + 1, 0, ROW**2, ROW**2 + 1, 1, 9999, *range(150), 2 * ROW]
-    lengths += [1] * (ENTRIES_AT_ONCE // ROW)
-    rewards = random_rewards(sum(lengths))
-    discounts = torch.linspace(-1, 1.001, len(lengths), dtype=torch.float64)
-    together = discounted_returns(rewards, boundaries(lengths), discounts, "torch").split(lengths)
-    for index, part in list(enumerate(rewards.split(lengths)))[:200]:
-        alone = discounted_returns(
-            part, boundaries([len(part)]), discounts[index : index + 1], "torch"
-        )
-        assert_same_bits(alone, together[index])
-
-
-@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
-def test_a_sum_of_zeros_carries_0_though_powers_overflow(impl: str) -> None:
-    rewards = torch.zeros(300)
-    rewards[:4] = torch.tensor([1.0, 2.0, 4.0, 8.0])
-    returns = discounted_returns(rewards, boundaries([300]), 1e15, impl)
-    assert_same_bits(returns[4:], torch.zeros(296))
-    assert_same_bits(returns[2:4], torch.tensor([8e15, 8.0]))
 
 
 @pytest.mark.parametrize("discount", [0.9, 0.99999, 1.0, -0.9999])
@@ -176,18 +133,6 @@ def test_the_numbers_can_be_found_by_hand(
         rewards, boundaries([4]), discount, impl, loss_mask=mask, observation=observation
     )
     assert returns.tolist() == expected
-
-
-@ONE_CUT
-@pytest.mark.parametrize("observation", OBSERVATIONS)
-def test_a_mask_of_all_tokens_is_no_mask(observation: Any, impl: Any) -> None:
-    batch = batch_of(["g" * 20, "", "g", "ggg"])
-    exact = returns_by_loop(batch.rewards.tolist(), batch.lengths, batch.gammas.tolist())
-    assert_rounds(discounted(batch, observation, impl), exact)
-    without = discounted_returns(
-        batch.rewards, batch.cu_seqlens, batch.gammas, impl, observation=observation
-    )
-    assert_rounds(without, exact)
 
 
 @ONE_CUT

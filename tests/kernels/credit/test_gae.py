@@ -49,39 +49,6 @@ def estimated(batch: Batch, observation: Any, impl: Any) -> tuple[torch.Tensor, 
     return gae(batch.rewards, batch.values, batch.cu_seqlens, **options)
 
 
-@DTYPES
-def test_it_equals_the_loop(observation: Any, dtype: torch.dtype, impl: Any) -> None:
-    batch = batch_of(MASKS, dtype=dtype)
-    for actual, exact in zip(
-        estimated(batch, observation, impl), gae_of(batch, observation), strict=True
-    ):
-        assert_rounds(actual, exact)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("observation", OBSERVATIONS)
-@pytest.mark.parametrize("length", slow_after(1, [33, 1, 15, 16, 17]))
-def test_it_is_a_matrix_of_powers_where_all_was_generated(
-    length: int, observation: Any, impl: Any
-) -> None:
-    batch = batch_of(["g" * length], seed=length)
-    gamma, lam, last = (float(rows[0]) for rows in batch[4:7])
-    values = batch.values.double()
-    following = torch.cat([values[1:], torch.tensor([last], dtype=torch.float64)])
-    delta = batch.rewards.double() + gamma * following - values
-    away = torch.arange(length)[None, :] - torch.arange(length)[:, None]
-    matrix = torch.where(away >= 0, (gamma * lam) ** away.clamp(min=0).double(), 0.0)
-    exact = (matrix @ delta).numpy()
-    advantages, returns = estimated(batch, observation, impl)
-    assert_rounds(advantages, exact)
-    assert_rounds(returns, exact + values.numpy())
-    unmasked = gae(
-        batch.rewards, batch.values, batch.cu_seqlens, gamma=gamma, lam=lam,
-        bootstrap=batch.bootstrap, observation=observation, impl=impl,
-    )  # fmt: skip
-    assert_same_bits(unmasked[0], advantages)
-
-
 def oracle_batches() -> list[dict[str, Any]]:
     if not ORACLE.exists():
         pytest.skip(f"{ORACLE.name}, outputs of other systems, is not there")
@@ -220,18 +187,3 @@ def test_the_gradient_is_the_transpose(observation: Any, dtype: torch.dtype, imp
         )
         assert gradient.dtype == dtype
         assert_rounds(gradient.float(), np.asarray(exact))
-
-
-@pytest.mark.parametrize("observation", OBSERVATIONS)
-def test_the_gradient_has_the_same_bits_in_any_order(observation: Any, impl: Any) -> None:
-    batch = batch_of(GRADIENT_MASKS)
-
-    def gradient_of(part: Batch) -> torch.Tensor:
-        rewards = part.rewards.clone().requires_grad_()
-        options = part.options() | {"observation": observation, "impl": impl}
-        advantages, _ = gae(rewards, part.values, part.cu_seqlens, **options)
-        return torch.autograd.grad(advantages, rewards, part.values)[0]
-
-    order = [6, 2, 4, 3, 1, 5, 0]
-    parts = gradient_of(batch).split(batch.lengths)
-    assert_same_bits(gradient_of(batch.taken(order)), torch.cat([parts[at] for at in order]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,7 +18,7 @@ from tests.kernels.credit.token_loops import (
     small_blocks,
 )
 from trajpack.kernels.credit.gae import gae, turn_gae
-from trajpack.testing import assert_same_bits, boundaries
+from trajpack.testing import boundaries
 
 TURNS = ("0011", "", "--0--112-", "0", "---", "111--111", "1-0-2-3-0-", "-" * 17 + "5" * 17 + "6")
 """Turns of sequences, a letter a token; ``-`` was not generated. Turn 1 crosses a boundary."""
@@ -100,23 +99,6 @@ def test_tokens_equal_numbers_of_areal(impl: Any) -> None:
         observation="carry_drop", impl=impl,
     )  # fmt: skip
     assert advantages.tolist() == [0.125, 0.25, 0, 0, 0.5, 1, 0]
-
-
-def test_a_sequence_has_the_same_bits_in_any_order(impl: Any) -> None:
-    batch, ids = batch_and_turns()
-    order = np.random.default_rng(0).permutation(len(TURNS)).tolist()
-    other = batch.taken(order)
-    parts = ids.split(batch.lengths)
-    shuffled = torch.cat([parts[at] for at in order])
-    together = turn_gae(
-        batch.rewards, batch.values, batch.cu_seqlens, ids, impl=impl, **options(batch)
-    )
-    apart = turn_gae(
-        other.rewards, other.values, other.cu_seqlens, shuffled, impl=impl, **options(other)
-    )
-    for rows, moved in zip(together, apart, strict=True):
-        whole = rows.split(batch.lengths)
-        assert_same_bits(moved, torch.cat([whole[at] for at in order]))
 
 
 def test_rewards_have_a_gradient(impl: Any) -> None:

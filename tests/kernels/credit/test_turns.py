@@ -156,15 +156,6 @@ def test_a_token_gets_its_trajectory_row_plus_its_turn_step(
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_a_token_gets_its_turn_value_or_step(name: str, impl: str) -> None:
-    turns, _, spans = turns_of(SIZES[name])
-    table = torch.linspace(-1, 5, len(spans))
-    expected = [float(table[turn]) if turn >= 0 else 0.0 for turn in turns.turn_ids.tolist()]
-    for given in ((table, None), (None, table)):
-        assert_same_bits(spread(turns, *given, impl=impl)[0], torch.tensor(expected))
-
-
-@pytest.mark.parametrize("name", SIZES)
 def test_a_token_gets_the_values_of_its_turns_first_token(name: str, impl: str) -> None:
     """What stands elsewhere is undefined, and never read."""
     turns, _, spans = turns_of(SIZES[name])
@@ -177,15 +168,6 @@ def test_a_token_gets_the_values_of_its_turns_first_token(name: str, impl: str) 
     for table, rows in zip(tables, found, strict=True):
         expected = [float(table[first[t]]) if t >= 0 else 0.0 for t in turns.turn_ids.tolist()]
         assert_same_bits(rows, torch.tensor(expected))
-
-
-def test_both_implementations_move_the_same_bits() -> None:
-    turns, owners, _ = turns_of(SIZES["more than a tile"])
-    rows, steps = torch.tensor([0.1, 0.2, 1e-30, -7.0]), torch.linspace(-1, 1, len(owners))
-    pair = [
-        spread(turns, rows, steps, index=owners, weight=0.3, impl=i)[0] for i in ("torch", "triton")
-    ]
-    assert_same_bits(*pair)
 
 
 @pytest.mark.parametrize("arch", [80, 90])

@@ -21,7 +21,6 @@ from tests.kernels.credit.token_loops import (
     vtrace_by_loop,
 )
 from tests.support.slow import slow_after
-from trajpack.kernels.credit.gae import gae
 from trajpack.kernels.credit.vtrace import vtrace
 from trajpack.testing import assert_same_bits
 
@@ -66,22 +65,6 @@ def test_every_clip_counts(name: str, impl: Any) -> None:
         assert_rounds(rows, exact)
     clipped = torch.cat(traced(batch, impl, **CLIPS))
     assert not torch.allclose(torch.cat(actual), clipped)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("observation", "impl"),
-    [*((one, "torch") for one in OBSERVATIONS), ("carry", "triton"), ("reset", "triton")],
-)
-def test_on_policy_it_is_gae_with_full_traces(observation: Any, impl: Any) -> None:
-    batch = batch_of(MASKS)
-    same = batch._replace(rollout_logprobs=batch.logprobs, lams=torch.ones(len(MASKS)))
-    expected = gae(
-        batch.rewards, batch.values, batch.cu_seqlens, observation=observation, impl=impl,
-        **same.options(),
-    )  # fmt: skip
-    for rows, other in zip(traced(same, impl, observation=observation), expected, strict=True):
-        assert_rounds(rows, other.double().numpy(), magnitude=1e6)
 
 
 def test_it_equals_torchrl(impl: Any) -> None:

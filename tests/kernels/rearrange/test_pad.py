@@ -5,19 +5,16 @@ from __future__ import annotations
 import tracemalloc
 from functools import partial
 from typing import Any
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.rearrange.bits import assert_bits, random_bits
 from trajpack.kernels import validation
 from trajpack.kernels.fields import stretches
 from trajpack.kernels.fields.stretches import SHORT, moved
-from trajpack.kernels.rearrange import pad_triton
 from trajpack.kernels.rearrange.pad import BITS, pad, unpad
 from trajpack.kernels.rearrange.pad_triton import pad_forward, unpad_forward
 from trajpack.testing import assert_same_bits, boundaries
@@ -206,44 +203,6 @@ def test_nothing_but_boundaries_is_kept_for_the_gradient(impl: Any) -> None:
         unpad(torch.zeros(2, 4, 9, requires_grad=True)[:, :-1], ends, 3, impl=impl)
     assert [tensor.dtype for tensor in saved] == [torch.int32, torch.int32]
     assert all(torch.equal(tensor, ends) for tensor in saved)
-
-
-class Allocations(TorchDispatchMode):
-    """Sums the bytes of all memory that ops hand out new."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: dict[int, torch.UntypedStorage] = {}
-        self.bytes = 0
-
-    def __torch_dispatch__(self, op: Any, types: Any, arguments: Any = (), keywords: Any = None):  # type: ignore[no-untyped-def]
-        known = {t.untyped_storage()._cdata for t in arguments if isinstance(t, torch.Tensor)}
-        result = op(*arguments, **(keywords or {}))
-        if isinstance(result, torch.Tensor):
-            storage = result.untyped_storage()
-            if storage._cdata not in known | set(self.seen):
-                self.seen[storage._cdata] = storage
-                self.bytes += storage.nbytes()
-        return result
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_the_launcher_allocates_the_result_and_no_more(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launched = MagicMock()
-    monkeypatch.setattr(pad_triton, "pad_kernel", launched)
-    monkeypatch.setattr(pad_triton, "unpad_kernel", launched)
-    logits = torch.zeros(4, 9, 4096, device=device)
-    ends = boundaries([8, 3, 0, 6]).to(device)
-    with Allocations() as unpadding:
-        packed = unpad_forward(logits[:, :-1], ends, 17, "right")
-    with Allocations() as padding:
-        pad_forward(packed, ends, 8, 0.5, "right")
-    assert launched.__getitem__.call_count == 2
-    slack = 16 * 1024 + 64  # one tile, and the bits of the value
-    assert packed.nbytes <= unpadding.bytes <= packed.nbytes + slack
-    assert 4 * 8 * 4096 * 4 <= padding.bytes <= 4 * 8 * 4096 * 4 + slack
 
 
 def test_the_host_allocates_the_result_and_no_more() -> None:

@@ -14,7 +14,6 @@ from hypothesis import given, settings, strategies as st
 from tests.kernels.credit.token_loops import OBSERVATIONS, Batch, batch_of, small_blocks
 from tests.ptx.executor import on_executor
 from tests.support.slow import slow_after
-from trajpack.kernels.credit.gae import gae
 from trajpack.kernels.scan import credit_scan_triton
 from trajpack.kernels.scan.credit_scan import credit_scan_reference
 from trajpack.kernels.scan.credit_scan_triton import LONGEST_WALK, credit_scan_forward, launch
@@ -23,8 +22,6 @@ from trajpack.testing import assert_same_bits, boundaries
 
 EDGES = [15, 16, 17, 0, 31, 32, 33, 1, 0, 47, 2, 65]
 """Lengths around the edges of blocks and of rows; their ends fall anywhere in a window."""
-SHORT = [5, 0, 1, 12, 3, 0, 0, 63, 4, 65, 2, 2, 9, 31, 1, 0]
-"""Lengths of which several fit in a block of 64, and around its edge."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -112,18 +109,6 @@ def test_so_it_has_with_any_lengths(lengths: list[int], pair: tuple[str, str]) -
     assert_bits_of_segments_alone(scan_of(batch_of(random_masks(lengths, 3)), *pair))
 
 
-@pytest.mark.parametrize(
-    ("kind", "observation"),
-    slow_after(
-        2, [("gae", "carry"), ("adjoint", "compact"), ("vtrace", "multiply"), ("returns", "reset")]
-    ),
-)
-def test_short_segments_that_lie_side_by_side_have_them(kind: str, observation: str) -> None:
-    scan = scan_of(batch_of(random_masks(SHORT)), kind, observation)
-    with small_blocks(64):
-        assert_bits_of_segments_alone(scan._replace(max_seqlen=max(SHORT)))
-
-
 LAYOUTS = {
     "an empty segment first": (64, [0, 5, 3, 1], 0),
     "one longer than a block among short ones": (64, [0, 70, 2, 1, 1, 0], 0),
@@ -187,20 +172,6 @@ def test_twenty_orders_of_programs_give_the_same_bits() -> None:
                 assert_same_bits(actual, expected)
 
 
-def test_a_nan_stays_in_its_segment_of_a_shared_block() -> None:
-    batch = batch_of(["gg", "g.ggg", "g", "ggg.gg.gg"])
-    spoiled = batch.rewards.clone()
-    spoiled[2:7] = math.nan
-    with small_blocks(64):
-        results = [
-            torch.stack(gae(rewards, batch.values, batch.cu_seqlens, impl="triton"))
-            for rewards in (batch.rewards, spoiled)
-        ]
-    assert results[1][:, 2:7].isnan().all()
-    for own in (slice(2), slice(7, None)):
-        assert_same_bits(results[1][:, own], results[0][:, own])
-
-
 @pytest.mark.parametrize("kind", ["gae", "vtrace"])
 def test_more_rows_than_are_folded_at_once(kind: str) -> None:
     """A fold takes 512 rows of 8 entries here."""
@@ -249,17 +220,3 @@ def test_the_bound_decides_what_is_launched(
     with on_executor() as executor:
         launch(scan._replace(max_seqlen=max_seqlen), (tokens, tokens.clone()))
     assert executor.launched == ["effects_kernel", "scan_kernel"][2 - launches :]
-
-
-@pytest.mark.slow
-def test_a_wrong_bound_costs_time_and_changes_results_by_rounding_alone() -> None:
-    batch = batch_of(random_masks([90, 3, 9]))
-    results = []
-    for bound in (None, 1, 12, 90):
-        rewards = batch.rewards.clone().requires_grad_()
-        inputs = rewards, batch.values, batch.cu_seqlens
-        rows = gae(*inputs, impl="triton", max_seqlen=bound, **batch.options())
-        (gradient,) = torch.autograd.grad((rows[0] * rows[1].detach()).sum(), rewards)
-        results.append(torch.stack([*rows, gradient]).detach())
-    for result in results[1:]:
-        torch.testing.assert_close(result, results[0])

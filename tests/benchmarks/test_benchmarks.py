@@ -1,14 +1,12 @@
 """The benchmarks' own logic: no number without a check, and no rival breaks a run."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 from benchmarks import rivals
-from benchmarks.contest import OURS, SLOW, Contender, as_record, race
+from benchmarks.contest import OURS, Contender, as_record, race
 from benchmarks.kernels import pad_job, returns_job
 from benchmarks.packing import (
     bench_extend,
@@ -20,20 +18,15 @@ from benchmarks.packing import (
     bench_tree,
     bench_tree_model,
     plan_job,
-    plan_loops,
 )
-from benchmarks.packing.bench_plan import hold_all
 from benchmarks.packing.whole_job import RIVALS, assert_same_fields, by_lists, by_numpy_again
 from benchmarks.promises import LOADED, SAVED, targets
 from benchmarks.tables import render
 from benchmarks.workloads import (
     MULTI_TURN,
-    SEQUENCES,
     WORKLOADS,
     as_lists,
     conversations,
-    lengths_a,
-    single_turns,
 )
 from tests.benchmarks.contest_cases import LENGTHS, SMALL, contest, results_of, says
 from tests.support.slow import slow_after
@@ -91,89 +84,6 @@ def test_contenders_take_turns_and_each_round_is_released():
 
     race(contest(rounds=2), [noting("a"), noting("b")])
     assert calls == ["a", "a released", "b", "b released"] * 3
-
-
-def timed(*moments, **options):
-    """Return a contest whose clock says these seconds, one after another."""
-    told = iter(moments)
-    return contest(clock=lambda work: (next(told), work()), **options)
-
-
-def test_only_a_run_that_is_slow_counts_though_it_was_the_first_and_whoever_it_is():
-    slow, fast = race(
-        timed(SLOW + 0.1, SLOW - 0.1, 0.2, rounds=1),
-        [Contender(OURS, says("right"), ""), Contender("fast", says("right"), "")],
-    )
-    assert slow.seconds == [SLOW + 0.1]
-    assert fast.seconds == [0.2]  # the run that was checked is a warm-up
-
-
-def test_a_round_comes_after_another_until_the_share_is_used_up(monkeypatch):
-    now = [0.0]
-    clock = SimpleNamespace(perf_counter=lambda: now[0])
-    monkeypatch.setattr("benchmarks.contest.time", clock)
-
-    def wait():
-        now[0] += 0.02
-        return "right"
-
-    entrants = [Contender("slow", wait, ""), Contender("fast", says("right"), "")]
-    slow, fast = race(contest(rounds=50, seconds=0.05), entrants)
-    assert len(slow.seconds) == 3
-    assert len(fast.seconds) == 50
-    (more,) = race(contest(rounds=1), [Contender("copy", says("right"), "", rounds=9)])
-    assert len(more.seconds) == 9
-
-
-@pytest.fixture
-def two_threads():
-    """Other tests give torch one, for the whole of their process."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize(("moments", "chosen", "kept"), [((3, 2), 1, 2), ((2, 3), None, 2)])
-def test_a_rival_of_torch_keeps_the_better_number_of_threads(moments, chosen, kept):
-    before = torch.get_num_threads()
-    seen = []
-
-    def work():
-        seen.append(torch.get_num_threads())
-        return "right"
-
-    race_of = timed(0.29, *(m / 100 for m in moments), 7, rounds=2)
-    (entry,) = race(race_of, [Contender("torch", work, "", tunes_threads=True)])
-    assert entry.threads == chosen
-    assert entry.seconds == [kept / 100, 7]
-    assert seen == [before, before, 1, chosen or before]
-    assert torch.get_num_threads() == before
-
-
-@pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize(("took", "chosen", "kept"), [(1, 1, [1, 7]), (3, None, [7])])
-def test_the_first_run_of_a_rival_that_takes_long_stands_for_all_threads(took, chosen, kept):
-    moments = timed(2, took, *kept[-1:], rounds=len(kept), seconds=9.0)
-    (entry,) = race(moments, [Contender("torch", says("right"), "", tunes_threads=True)])
-    assert (entry.threads, entry.seconds) == (chosen, kept)
-
-
-def test_a_rival_that_fails_in_a_later_round_gets_a_note_and_the_others_go_on():
-    outcomes = iter(["right", "right"])
-
-    def fails():
-        try:
-            return next(outcomes)
-        except StopIteration:
-            raise MemoryError("no room") from None
-
-    rival, ours = race(
-        contest(rounds=3), [Contender("rival", fails, ""), Contender(OURS, says("right"), "")]
-    )
-    assert (rival.best, rival.note) == (None, "failed: no room")
-    assert len(ours.seconds) == 3
 
 
 # --- rivals
@@ -302,23 +212,6 @@ def test_sizes_have_as_many_tokens_as_they_say():
     assert all(entry.best for entry in entries)
 
 
-def test_a_pack_moves_what_its_buffer_holds_and_38_bytes_a_token():
-    trajectories = conversations(MULTI_TURN, 0.02)
-    buffer = bench_pack.filled(trajectories)
-    tokens = len(buffer.pack("turns").input_ids)
-    moved = bench_sizes.moved_bytes(trajectories, tokens)
-    tables = moved - 38 * tokens - buffer.num_bytes
-    assert 0 < tables < 3 * 80 * max(16, buffer.num_turns)
-    assert buffer.num_bytes < 4 * tokens, "prompts that repeat what came before are held once"
-
-
-def test_workloads_are_seeded():
-    assert lengths_a().tolist() == lengths_a().tolist()
-    for workload in (MULTI_TURN, next(iter(SEQUENCES))):
-        assert conversations(workload, SMALL) == conversations(workload, SMALL)
-    assert single_turns(LENGTHS) != single_turns(LENGTHS, seed=3)
-
-
 # --- micro-batches and plans
 
 
@@ -330,16 +223,6 @@ def test_everybody_writes_the_same_micro_batches(job, workload):
     bench_micro_batches.inputs.cache_clear()
 
 
-def test_a_micro_batch_that_differs_is_found():
-    contest, entrants = bench_micro_batches.contest(bench_micro_batches.PLAIN, MULTI_TURN, 0.01)
-    micro_batches = entrants[0].work()
-    contest.check(micro_batches)
-    micro_batches[-1]["position_ids"][-1] += 1
-    with pytest.raises(AssertionError):
-        contest.check(micro_batches)
-    bench_micro_batches.inputs.cache_clear()
-
-
 @pytest.mark.parametrize("mix", plan_job.MIXES)
 @pytest.mark.parametrize("make", [plan_job.fewest_contest, plan_job.even_contest])
 def test_every_way_of_planning_passes_or_is_missing(mix, make):
@@ -348,19 +231,6 @@ def test_every_way_of_planning_passes_or_is_missing(mix, make):
         assert entry.best or "not installed" in entry.note, entry
         assert entry.contender in noted or not entry.best
     assert noted[OURS]
-
-
-def test_what_each_way_made_of_each_size_is_written_down():
-    kept = []
-    records = hold_all(kept.append, plan_job.fewest_contest, "code", (60, 120), rounds=1)
-    assert kept == records
-    lengths = plan_job.code(120)
-    for record in records:
-        for entry in record["entries"]:
-            if entry["best_ms"]:
-                few, many = entry["wrote"].split(" / ")
-                assert 0 < int(few) < int(many)
-                assert int(many) >= lengths.sum() / plan_job.CAPACITY
 
 
 @pytest.mark.parametrize(
@@ -377,16 +247,3 @@ def test_a_wrong_plan_is_found(found, said, monkeypatch):
     with pytest.raises(AssertionError, match=said):
         contest.check(found)
     contest.check([[0], [1], [2]])
-
-
-def test_the_loops_are_the_rules_they_are_named_after():
-    lengths, capacity = [5, 3, 4, 2, 6], 10
-    for way in (plan_loops.first_fit_by_scan, plan_loops.best_fit_by_tree):
-        bins = way(lengths, capacity)
-        assert sorted(map(sorted, bins)) == [[0, 1, 3], [2, 4]]
-    bins = plan_loops.fewest_held_by_scan(lengths, capacity)
-    assert sorted(map(sorted, bins)) == [[0, 2], [1, 4], [3]]
-    bins = plan_loops.differencing_by_rows([8, 7, 6, 5, 4], 3)
-    assert sorted(sum([8, 7, 6, 5, 4][one] for one in held) for held in bins) == [8, 11, 11]
-    bins = plan_loops.longest_first_by_heap([4, 5, 6, 7, 8], 2)
-    assert sorted(sum([4, 5, 6, 7, 8][one] for one in held) for held in bins) == [13, 17]

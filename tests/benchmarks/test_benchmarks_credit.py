@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.contest import race
-from benchmarks.kernels import gae_job, gae_ways, groups_job, logprobs_job
+from benchmarks.kernels import gae_job, groups_job, logprobs_job
 from benchmarks.kernels.gae_one_lane import one_lane
 from benchmarks.kernels.gae_ways import GAMMA, LAM
 from tests.benchmarks.contest_cases import LENGTHS
@@ -30,13 +30,6 @@ def test_a_wrong_advantage_or_return_is_found(part, masked):
         assert generated is None or generated[-1]
         with pytest.raises(AssertionError):
             check(result)
-
-
-def test_the_mask_of_gae_leaves_no_reward_where_systems_disagree():
-    given = gae_job.inputs(np.array([400, 100]), masked=True)
-    assert given.generated.tolist() == ([False] * 128 + [True] * 256 + [False] * 16) + [False] * 100
-    assert not given.rewards[~given.generated].any()
-    assert gae_ways.generated_lengths(given.generated, np.array([400, 100])).tolist() == [256, 0]
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,10 @@
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from benchmarks import timing
-from benchmarks.kernels import gae_job, returns_job
 
 
 class PretendedDevice:
@@ -53,12 +51,6 @@ def test_a_device_is_measured_with_a_cold_cache_while_it_is_busy(monkeypatch):
     assert timing.cold_ms(lambda: device.calls.append("work"), "cuda") == 1
 
 
-def test_kernels_that_take_longest_together_are_kept(monkeypatch):
-    monkeypatch.setattr(timing, "MOST_KERNELS", 2)
-    timed = [("build_kernel", 3.0), ("scan_kernel", 2.5), ("fill", 4.0), ("scan_kernel", 2.5)]
-    assert timing.longest(timed) == {"scan_kernel": 5.0, "fill": 4.0}
-
-
 def test_launches_copies_and_waits_are_counted_by_name():
     on_device = ["build_kernel", "Memcpy HtoD (Pinned -> Device)", "Memset (Device)", "sum_kernel"]
     on_host = ["cuLaunchKernelEx", "cudaStreamSynchronize", "cudaDeviceSynchronize", "aten::add"]
@@ -66,14 +58,6 @@ def test_launches_copies_and_waits_are_counted_by_name():
     assert timing.count(events) == {"launches": 2, "copies": 1, "waits": 1}
     unseen = {"launches": None, "copies": None, "waits": None}
     assert timing.count([("cuLaunchKernelEx", False)]) == unseen
-
-
-@pytest.mark.parametrize(
-    ("moved", "mix"),
-    [((4, 4), (1, 1)), ((6, 38), (1, 6)), ((9, 4), (7, 3)), ((4, 0), (8, 1)), ((0, 5), (1, 8))],
-)
-def test_a_copy_has_about_the_proportion_that_is_asked_for(moved, mix):
-    assert timing.mix_of(*moved) == mix
 
 
 @pytest.mark.parametrize("mix", [(1, 1), (1, 6), (3, 2)])
@@ -86,28 +70,3 @@ def test_the_limit_moves_as_many_bytes_as_it_says(mix):
     result[-1:] += 1
     with pytest.raises(AssertionError):
         check(result)
-
-
-@pytest.mark.usefixtures("executor")
-def test_the_kernel_that_is_the_limit_writes_the_sum_to_all_rows():
-    from benchmarks.kernels.repeated_copy import BLOCK, copy_to_all
-
-    source = torch.arange(2 * 3 * BLOCK).view(2, -1)
-    target = copy_to_all(source, torch.zeros(6, 3 * BLOCK, dtype=torch.int64))
-    assert (target == source.sum(0)).all()
-
-
-@pytest.mark.parametrize(("job", "op"), [(returns_job, "discounted_returns"), (gae_job, "gae")])
-def test_scans_are_given_the_longest_sequence(job, op, monkeypatch):
-    """So that two jobs over the same sequences measure the same regime."""
-    given = []
-    real = getattr(job, op)
-
-    def noted(*inputs, max_seqlen=None, **options):
-        given.append(max_seqlen)
-        return real(*inputs, max_seqlen=max_seqlen, **options)
-
-    monkeypatch.setattr(job, op, noted)
-    _, (ours, *_) = job.contest("some", np.array([3, 70, 5]))
-    ours.check(ours.work())
-    assert given == [70]

@@ -20,22 +20,19 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from transformers import AutoTokenizer
 
 import trajpack
 from tests.commands.command import Done, call, refusal, signal_before
 from tests.support.warm_programs import WarmPrograms
-from trajpack import PackedBatch, Trajectory, Turn, load, load_tree, pack, save
+from trajpack import PackedBatch, Trajectory, load, load_tree
 from trajpack.agent.agents.answer_log import log_answers
 from trajpack.agent.agents.math_multi_turn import MathMultiTurnAgent
 from trajpack.agent.environments.math_verify import MathVerifyEnvironment
-from trajpack.agent.environments.questions import arithmetic_questions
 from trajpack.agent.errors import EngineEndedError
-from trajpack.agent.models.tiny_model import build_tiny_model
 from trajpack.agent.protocols import Prompt
 from trajpack.agent.rollout.settings import RolloutSettings
 from trajpack.agent.runner import run
-from trajpack.agent.runner.runner import EpisodeResult, Progress
+from trajpack.agent.runner.runner import Progress
 from trajpack.cli import main
 from trajpack.commands import rollout
 
@@ -86,14 +83,6 @@ def test_rollout_packs_every_sample_of_every_prompt_in_order(batch_file: Path) -
         assert list(second.prompt_ids)[: len(seen)] == seen
 
 
-def test_rollout_leaves_the_answers_and_the_tokenizer_beside_the_batch(batch_file: Path) -> None:
-    logs = sorted((batch_file.parent / "batch.answers" / "0").glob("*.jsonl"))
-    assert [len(log.read_text().splitlines()) for log in logs] == [2] * 4
-    assert (batch_file.parent / "batch.tokenizer" / "tokenizer.json").is_file()
-    places = {path.name for path in batch_file.parent.iterdir()}
-    assert places == {"batch.answers", "batch.safetensors", "batch.tokenizer"}
-
-
 def test_rollout_reports_its_results_without_control_characters(
     rolled_out: tuple[Path, Done],
 ) -> None:
@@ -124,15 +113,6 @@ def test_the_seed_decides_every_token_of_a_rollout_one_at_a_time(
     assert tokens(first) != tokens(load(other))
 
 
-def test_layout_and_discount_reach_the_batch(tmp_path: Path) -> None:
-    out = tmp_path / "new" / "turns.safetensors"
-    options = ["--layout", "turns", "--turn-discount", "0.5", "--group-size", "1"]
-    assert call("rollout", *SMALL, *options, "--out", out).status == 0
-    batch = load(out)
-    assert (batch.layout, len(batch), len(batch.ids)) == ("turns", 4, 2)
-    assert batch.turn_discounts == (0.5, 0.5)
-
-
 def test_a_tree_is_saved_as_merged_and_reported(batch_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "tree.safetensors"
     done = call("rollout", *SMALL, "--layout", "tree", "--out", out)
@@ -146,49 +126,6 @@ def test_a_tree_is_saved_as_merged_and_reported(batch_file: Path, tmp_path: Path
     assert f"{tree.num_nodes:,} nodes" in said
     assert "nodes" not in call("rollout", *SMALL, "--force", "--out", out).stdout
     assert f"{tree.num_nodes:,} nodes" in call("inspect", out, "--sequences", 0).stdout
-
-
-def test_inspect_shows_where_prefixes_broke(batch_file: Path, tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(batch_file.with_suffix(".tokenizer"))
-    thought, said, then = tokenizer.encode("hmm"), tokenizer.encode("yes"), tokenizer.encode("ok")
-    assert (thought[0], said[0]) == (tokenizer.encode("h")[0], tokenizer.encode("y")[0])
-    broken = [
-        Turn([1, 2], [*thought, *said], [-0.5] * len(thought + said)),
-        Turn([1, 2, *said, *then], [3], [-0.5]),
-    ]
-    others = [Turn([number], [3], [-0.5]) for number in range(10, 20)]
-    path = tmp_path / "batch.safetensors"
-    save(pack([Trajectory("evil\x1b[2J[red]", broken), Trajectory("b", others)]), path)
-    text = " ".join(call("inspect", path).stdout.split())
-    assert f"evil\\x1b[2J[red]: at 2 came {said[0]}, turn 0 has {thought[0]}; " in text
-    assert f"{len(thought)} stripped" in text
-    assert "10 of 10 continuations: 9 left, 1 stripped" in text
-    assert "2 more breaks" in text
-    decoded = call("inspect", path, "--tokenizer", batch_file.with_suffix(".tokenizer")).stdout
-    assert f"came {said[0]} 'y', turn 0 has {thought[0]} 'h'" in decoded
-    full = call("inspect", path, "--sequences", 0, "--full").stdout
-    assert "more breaks" not in full
-    assert full.count("of b: at 0") == 9
-    unknown = Trajectory("a", [Turn([*range(101, 600), 90_000], [103], [-0.5])])
-    for batch in (pack([unknown], "turns"), pack([])):
-        save(batch, path)
-        done = call("inspect", path, "--tokenizer", batch_file.with_suffix(".tokenizer"))
-        assert "continuation" not in done.stdout
-        assert ("not in the vocabulary" in done.stderr) == (len(batch) > 0)
-
-
-def test_inspect_shows_each_span_with_its_kind_and_text(batch_file: Path) -> None:
-    done = call("inspect", batch_file, "--sequences", 1)
-    assert done.status == 0
-    assert not done.stderr
-    assert "\x1b" not in done.stdout
-    assert "4 in 2 groups" in done.stdout
-    assert "sequence 0: sum-0@0 of group sum-0" in done.stdout
-    assert "3 more sequences, of 4" in done.stdout
-    kinds = re.findall(r"^│ +(prompt|observation|generated) ", done.stdout, re.MULTILINE)
-    assert kinds == ["prompt", "generated", "observation", "generated"]
-    assert f"{arithmetic_questions(2, seed=0)[0].text}<|im_end|>" in done.stdout
-    assert re.search(r"turn 1 +reward -?1, return -?1, ", done.stdout)
 
 
 def test_outside_text_is_escaped_and_never_markup(tmp_path: Path) -> None:
@@ -264,17 +201,6 @@ def test_a_programming_error_is_not_dressed_up(
         call("rollout", *SMALL, "--out", tmp_path / "batch.safetensors")
 
 
-def test_rollout_runs_a_model_from_a_folder(batch_file: Path, tmp_path: Path) -> None:
-    model, tokenizer = build_tiny_model()
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    out = tmp_path / "batch.safetensors"
-    done = call("rollout", *SMALL, "--model", tmp_path / "model", "--out", out)
-    assert done.status == 0
-    assert "random weights" not in done.stdout
-    assert tokens(load(out)) == tokens(load(batch_file))
-
-
 def test_each_setting_and_sub_command_has_a_help_that_is_not_cut(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -329,18 +255,6 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
         assert not drawn.strip()
 
 
-def test_the_report_compares_layouts() -> None:
-    long = Trajectory("a", [Turn([1, 2], [3], [-1.0]), Turn([1, 2, 3, 4], [5], [-1.0], reward=1.0)])
-    short = Trajectory("b", [Turn([1], [2], [-1.0])])
-    results = [EpisodeResult(Prompt("q", [1]), (path,)) for path in (long, short)]
-    batch = pack([long, short])
-    rows = dict(rollout.report(results, LAST, batch, num_merged=batch.num_tokens))
-    assert rows["right answers"] == "1 of 3 (33.3%)"
-    # as turns 3 + 5 + 2, merged 5 + 2
-    assert rows["packing saves"] == "30% of the tokens: 7 in place of 10, turn by turn"
-    assert rows["padding adds"] == "43%: 10 tokens in place of 7"
-
-
 @pytest.mark.parametrize("num_good", [0, 3])
 def test_a_dead_engine_leaves_the_finished_episodes(
     num_good: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -365,11 +279,6 @@ def test_a_dead_engine_leaves_the_finished_episodes(
         f"{39 - num_good} were never started; "
         f"{f'the batch is in {out}' if num_good else 'no batch was written'}"
     )
-
-
-def test_a_wide_terminal_is_limited(batch_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "99999999")
-    assert len(call("inspect", batch_file).stdout) < 100_000
 
 
 @pytest.mark.usefixtures("default_signals")

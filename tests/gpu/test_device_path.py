@@ -94,14 +94,6 @@ def test_build_equals_the_host_bit_for_bit(shape: str, impl: Any) -> None:
     assert_same_fields(build(words, runs, returns, num_tokens, impl), expected)
 
 
-@pytest.mark.parametrize("offset", [1, 2, 3])
-def test_build_takes_words_at_any_address(offset: int) -> None:
-    words, runs, returns, num_tokens = random_build_inputs(np.random.default_rng(0), [5000, 7, 90])
-    shifted = torch.cat([words[:offset], words]).cuda()[offset:]
-    actual = build(shifted, runs.cuda(), returns.cuda(), num_tokens)
-    assert_same_fields(actual, build(words, runs, returns, num_tokens))
-
-
 def test_kernels_repeat_bit_for_bit() -> None:
     rng = np.random.default_rng(0)
     words, runs, returns, num_tokens = random_build_inputs(rng, rng.integers(0, 3000, 500).tolist())
@@ -127,16 +119,6 @@ def test_a_batch_is_the_same_on_device_and_host(layout: Any, num: int, longest: 
         assert_close_to(on_device.tensors()[name], on_host.tensors()[name].double().numpy())
     assert on_device.seqlens == on_host.seqlens
     assert on_device.unpack() == trajectories
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_trajectory_has_the_same_bits_whatever_it_is_packed_with(layout: Any) -> None:
-    trajectories = random_trajectories(60, 700)
-    together = filled_buffer(trajectories).pack(layout=layout)
-    alone = [filled_buffer([each]).pack(layout=layout) for each in trajectories]
-    for name in ("input_ids", "position_ids", "loss_mask", "rollout_logprobs", *SCANNED):
-        parts = torch.cat([batch.tensors()[name] for batch in alone])
-        assert_same_bits(together.tensors()[name], parts, name)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -198,13 +180,6 @@ def test_wrong_boundaries_are_found_where_that_is_asked_for(
     wrong = torch.tensor([0, 3, 2, 4], dtype=torch.int32, device="cuda")
     with pytest.raises(ValueError, match="discounted_returns: cu_seqlens must go from 0 to"):
         discounted_returns(rewards, wrong, 0.9)
-
-
-def test_the_buffer_is_pinned_through_its_growth() -> None:
-    buffer = TrajectoryBuffer(device="cuda")
-    for trajectory in random_trajectories(20, 500):
-        buffer.add(trajectory)
-        assert buffer._staging.region.words.is_pinned()
 
 
 def test_the_device_sees_one_copy_and_two_kernels() -> None:

@@ -60,17 +60,3 @@ def test_generators_of_the_device_are_left_as_they_were() -> None:
     before = torch.cuda.get_rng_state()
     check_isolation(model)
     assert torch.equal(torch.cuda.get_rng_state(), before)
-
-
-def test_autocast_is_as_coarse_as_its_dtype() -> None:
-    with torch.autocast("cuda", torch.bfloat16):
-        check_isolation(Model(leaks=False).cuda())
-
-
-def test_tf32_may_be_asked_for_by_its_newer_name() -> None:
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    try:
-        check_isolation(Model(leaks=False).cuda())
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before

@@ -3,56 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from tests.gpu.conftest import capture, device_events, no_waiting, replay
-from tests.kernels.rearrange.bits import assert_bits, random_bits
 from trajpack.kernels.rearrange.pad import pad, unpad
 from trajpack.testing import assert_same_bits, boundaries
 
 pytestmark = pytest.mark.gpu
 
 SIDES = ("left", "right")
-SHAPES = {
-    "a million tokens": (lambda rng: rng.integers(50, 4000, 512), (), torch.float32),
-    "tiny sequences": (lambda rng: rng.integers(0, 9, 50_000), (), torch.int64),
-    "masks": (lambda rng: rng.integers(0, 700, 300), (), torch.bool),
-    "hidden states": (lambda rng: rng.integers(0, 300, 40), (1024,), torch.bfloat16),
-    "rows of odd bytes": (lambda rng: rng.integers(0, 300, 40), (77,), torch.bfloat16),
-    "rows of three words": (lambda rng: rng.integers(0, 3000, 40), (3,), torch.float32),
-    "bytes": (lambda rng: rng.integers(0, 3000, 40), (5,), torch.uint8),
-    "complex": (lambda rng: rng.integers(0, 3000, 40), (), torch.complex128),
-}
-
-
-@pytest.mark.parametrize("impl", ["torch", "triton"])
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("name", SHAPES)
-def test_padding_equals_the_host_bit_for_bit(name: str, side: Any, impl: Any) -> None:
-    draw, rest, dtype = SHAPES[name]
-    lengths = draw(np.random.default_rng(0)).tolist()
-    packed, ends = random_bits((sum(lengths), *rest), dtype), boundaries(lengths)
-    longest = max(lengths) + 1
-    padded = pad(packed, ends, longest, value=1, side=side)
-    on_device = pad(packed.cuda(), ends.cuda(), longest, value=1, side=side, impl=impl)
-    assert_bits(on_device, padded)
-    assert_bits(unpad(on_device, ends.cuda(), len(packed), side=side, impl=impl), packed)
-
-
-@pytest.mark.parametrize("shift", [1, 2, 3, 4])
-@pytest.mark.parametrize("width", [1, 4, 6, 8])
-def test_memory_at_any_address_is_read_right(shift: int, width: int) -> None:
-    lengths, ends = [400, 3, 1700], boundaries([400, 3, 1700])
-    memory = random_bits((sum(lengths), shift + width + 3), torch.float32)
-    part = slice(shift, shift + width)
-    padded = pad(memory.cuda()[:, part], ends.cuda(), 1700)
-    assert_bits(padded, pad(memory[:, part], ends, 1700))
-    wider = torch.nn.functional.pad(padded, (shift, 3))[..., part]
-    assert_bits(unpad(wider, ends.cuda(), sum(lengths)), memory[:, part])
 
 
 def test_offsets_past_two_and_four_billion_elements_are_right() -> None:
@@ -87,20 +48,6 @@ def test_unpadding_logits_takes_the_memory_of_the_result_and_no_more() -> None:
     before = torch.cuda.memory_allocated()
     packed = unpad(logits[:, :-1], ends, sum(lengths))
     assert torch.cuda.max_memory_allocated() - before <= packed.nbytes + 2**22
-
-
-@pytest.mark.parametrize("side", SIDES)
-def test_gradients_on_the_device_are_those_on_the_host(side: Any) -> None:
-    lengths, grads = [70, 0, 3, 1, 400], []
-    for device in ("cpu", "cuda"):
-        packed = torch.linspace(-1, 1, sum(lengths) * 8, device=device).view(-1, 8)
-        packed = packed.detach().requires_grad_()
-        ends = boundaries(lengths).to(device)
-        padded = pad(packed, ends, 401, value=3, side=side)
-        weight = torch.arange(401.0, device=device)[None, :, None]
-        (unpad(padded * weight, ends, sum(lengths), side=side)).sum().backward()
-        grads.append(packed.grad.cpu())  # type: ignore[union-attr]
-    assert_same_bits(grads[1], grads[0])
 
 
 def cases() -> list[Callable[[], torch.Tensor]]:

@@ -25,7 +25,7 @@ from trajpack import (
     save,
 )
 from trajpack.packing.buffer.trajectory_arrays import TrajectoryArrays
-from trajpack.packing.ragged import Ragged, gathered
+from trajpack.packing.ragged import Ragged
 from trajpack.testing import trajectory_lists
 
 MASK = TokenField("mask", torch.int32, ragged=True)
@@ -99,14 +99,6 @@ def test_lists_of_lists_come_back_from_a_batch(drawn, layout, calls):
         assert (ragged.cu.dtype, ragged.values.dtype) == (torch.int32, field.dtype)
         assert ragged.values.shape == (batch.value_counts[field.name][0], *field.shape)
         assert lists_of(ragged) == rows_by_token(batch, trajectories, field.name)
-
-
-@pytest.mark.parametrize("impl", ["torch", "triton"])
-@given(drawn=trajectory_lists())
-@settings(max_examples=4)
-def test_both_implementations_pack_them(drawn, impl):
-    trajectories = with_rows(drawn)
-    assert pack(trajectories, impl=impl, fields=FIELDS).unpack() == trajectories
 
 
 @pytest.mark.parametrize("layout", ["merged", "turns"])
@@ -226,16 +218,6 @@ def test_a_mask_is_the_support_of_the_entries_of_a_tree(mask):
         expected.append(wanted if is_allowed else torch.tensor(-torch.inf))
     found = tree.logprobs(hidden, weight, support="mask")
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-5, atol=1e-6)
-
-
-def test_copies_hold_their_own_values_and_no_more():
-    turns = with_rows([Trajectory("a", [Turn([1] * 999, list(range(20)), [-0.5] * 20)])])
-    batch = pack(turns, fields=FIELDS)
-    copied = pickle.loads(pickle.dumps(batch))
-    assert copied.unpack() == turns
-    assert copied.ragged_values["mask"].tolist() == batch.generated["mask"].values.tolist()
-    moved = batch.to("meta")
-    assert moved.ragged_values["mask"].shape == (batch.value_counts["mask"][0],)
 
 
 def test_a_pack_is_one_copy_and_the_launches_of_extra_fields():
@@ -432,12 +414,3 @@ def test_the_host_knows_how_many_values_sequences_have(drawn, layout):
         rows = torch.stack([counts, generated & (counts == 0)], 1)
         assert lengths.tolist() == [one.sum(0).tolist() for one in rows.split(batch.seqlens)]
     assert sum(one for one, _ in batch.value_counts.values()) > 0
-
-
-def test_the_last_row_takes_what_is_left_over():
-    spans = torch.tensor([[3, 1], [0, 2], [0, 0], [0, 0]], dtype=torch.int32)
-    cu, values = gathered(spans, torch.tensor([5, 6, 7, 8]), total=5)
-    assert cu.tolist() == [0, 1, 3, 3, 5]
-    assert values[:3].tolist() == [8, 5, 6]
-    assert values.shape == (5,)
-    assert gathered(spans[:0], torch.zeros(0), total=0).cu.tolist() == [0]

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from pathlib import Path
@@ -8,9 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
 
-from tests.agent.agents.chat_cases import END, Characters, collect, collect_async
+from tests.agent.agents.chat_cases import END, Characters, collect
 from trajpack.agent.agents.math_multi_turn import MathMultiTurnAgent
 from trajpack.agent.protocols import Prompt, SamplingParams
 from trajpack.packing.types import Trajectory
@@ -68,16 +66,6 @@ def test_each_prompt_is_the_conversation_so_far_and_the_feedback() -> None:
     assert env.actions == [("q0@0", ["3"]), ("q0@0", ["2"]), ("q0@0", ["2."])]
 
 
-@settings(deadline=None)
-@given(st.booleans(), st.floats(-10, 10), st.floats(-10, 10))
-def test_a_reward_is_plus_or_minus_one_less_the_bias_times_the_scale(
-    success: bool, scaling: float, bias: float
-) -> None:
-    agent = make(num_turns=1, reward_scaling=scaling, reward_bias=bias)
-    trajectory, _ = run(agent, Judge(success), *says("2"))
-    assert trajectory.turns[0].reward == ((1.0 if success else -1.0) - bias) * scaling
-
-
 def test_a_trajectory_carries_what_the_engine_and_the_prompt_said() -> None:
     agent = make(num_turns=1, turn_level_discount=0.5)
     spans = [(3, 0, 1), (4, 1, 2)]
@@ -110,16 +98,6 @@ def test_the_episode_goes_on_unless_told_to_stop(judge: Any, option: str) -> Non
     replies = says("1", "2", "3")
     assert len(run(make(num_turns=3), judge(), *replies)[0].turns) == 3
     assert len(run(make(num_turns=3, **{option: True}), judge(), *replies)[0].turns) == 2
-
-
-def test_the_log_shows_each_turn_with_its_own_prompt(tmp_path: Path) -> None:
-    run(make(num_turns=2, answer_save_path=tmp_path), Judge(0, 1), *says("3", "2"))
-    text = (tmp_path / "0" / "q0@0.txt").read_text()
-    first, second = text.split("\n\n")[:2]
-    assert first.splitlines()[-4:] == ["prompt (4 tokens):", "    1+1?", *first.splitlines()[-2:]]
-    assert first.endswith("answer (2 tokens):\n    3")
-    assert f"    1+1?3{END}\n    <user>Unfortunately" in second
-    assert second.endswith("answer (2 tokens):\n    2")
 
 
 class _FailsOnTheLog(Characters):
@@ -174,30 +152,6 @@ def test_numbers_of_turns_and_tokens_are_integers(options: dict[str, Any]) -> No
         make(**options)
 
 
-def test_a_completion_that_cannot_be_decoded_ends_the_episode() -> None:
-    class Fails(Characters):
-        def decode(self, ids: list[int], **options: Any) -> Any:
-            raise ValueError("no such token")
-
-    with pytest.raises(ValueError, match="no such token"):
-        run(make(tokenizer=Fails()), Judge(1), *says("2"))
-
-
 def test_a_reward_beyond_float32_ends_the_episode() -> None:
     with pytest.raises(ValueError, match="reward must be finite float32"):
         run(make(reward_scaling=1e300), Judge(1), *says("2"))
-
-
-def test_many_episodes_share_one_agent() -> None:
-    async def all_of_them() -> list[Any]:
-        agent = make(num_turns=3)
-        prompts = [Prompt(f"q{i}", [65 + i]) for i in range(20)]
-        episodes = [
-            collect_async(agent, Judge(0, i % 2, 1), says(str(i)) * 3, prompt=prompt)
-            for i, prompt in enumerate(prompts)
-        ]
-        return await asyncio.gather(*episodes)
-
-    for i, (trajectory, _) in enumerate(asyncio.run(all_of_them())):
-        start = f"{chr(65 + i)}{i}{END}{WRONG}{i}{END}{RIGHT if i % 2 else WRONG}"
-        assert text_of(trajectory.turns[2].prompt_ids) == start

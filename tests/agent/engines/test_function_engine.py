@@ -63,30 +63,6 @@ def test_an_output_gets_the_name_of_its_request_and_keeps_the_rest() -> None:
     assert turn == Turn([5, 6], [1, 2], [-1.0, -0.5], version_spans=[(7, 0, 1), (8, 1, 2)])
 
 
-def test_calls_run_at_the_same_time_and_reach_their_own_episodes() -> None:
-    started: list[int] = []
-    all_started = asyncio.Event()
-
-    async def together(prompt_ids: Any, sampling: Any) -> Any:
-        started.append(prompt_ids[0])
-        if len(started) == 6:
-            all_started.set()
-        await all_started.wait()
-        return await echo(prompt_ids, sampling)
-
-    async def roll() -> list[Any]:
-        async with FunctionEngine(together) as engine, asyncio.timeout(20):
-            return await take(runner(engine, TwoTurns(), concurrency=6).run(prompts(6)))
-
-    results = asyncio.run(roll())
-    assert [result.error for result in results] == [None] * 6
-    for result in results:
-        (trajectory,) = result.trajectories
-        first, second = trajectory.turns
-        assert list(first.completion_ids) == [first.prompt_ids[-1], first.prompt_ids[-1] + 1]
-        assert isinstance(second, Turn)
-
-
 class Blocked:
     """Function that never returns; it notes what began and what was cancelled."""
 

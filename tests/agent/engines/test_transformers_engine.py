@@ -66,19 +66,6 @@ def generation_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if "generation" in thread.name]
 
 
-def test_a_completion_carries_its_prompt_logprobs_and_version() -> None:
-    async def body() -> GenerationOutput:
-        async with small_engine(version=4) as engine:
-            return await generate(engine, "a")
-
-    output = asyncio.run(body())
-    assert output.qid == "a"
-    assert list(output.prompt_ids) == PROMPT
-    assert 1 <= len(output.output_ids) == len(output.output_logprobs) <= 16
-    assert (output.version_start, output.version_end, output.version_spans) == (4, 4, None)
-    assert_logprobs(output, logits_of(output))
-
-
 def test_many_episodes_of_many_turns_get_one_reply_each() -> None:
     async def episode(engine: TransformersEngine, qid: str) -> list[GenerationOutput]:
         ids, outputs = PROMPT, []

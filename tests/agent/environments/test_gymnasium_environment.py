@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import gymnasium
 import pytest
 
-from tests.agent.agents.chat_cases import END, Characters, SaysAlways, collect, collect_async
+from tests.agent.agents.chat_cases import END, Characters, SaysAlways, collect_async
 from trajpack.agent.agents.conversation import ConversationLimits
 from trajpack.agent.agents.environment_agent import Closing, EnvironmentAgent, Opening
 from trajpack.agent.environments.gymnasium import GymnasiumEnvironment
@@ -164,21 +164,6 @@ def test_an_instance_that_raised_is_not_used_again() -> None:
     asyncio.run(play())
 
 
-@pytest.mark.parametrize("raised", [StopIteration(), SystemExit(1)])
-def test_exceptions_that_an_event_loop_cannot_pass_on_are_failures(raised: BaseException) -> None:
-    class Raises(Guess):
-        def step(self, action: int) -> Any:
-            raise raised
-
-    async def play() -> None:
-        agent = make(max_turns=5)
-        async with GymnasiumEnvironment(Raises, to_action=int) as env, asyncio.timeout(60):
-            with pytest.raises(RuntimeError, match=f"{type(raised).__name__} was raised"):
-                await collect_async(agent, env, ["1"], prompt=prompt(agent))
-
-    asyncio.run(play())
-
-
 def test_an_invalid_action_is_reported_to_the_model() -> None:
     agent = make(max_turns=2)
 
@@ -236,16 +221,3 @@ def test_an_instance_that_cannot_be_closed_does_not_keep_others_open() -> None:
 
     asyncio.run(play())
     assert [one.is_closed for one in Guess.made] == [True, True, True]
-
-
-def test_an_observation_that_is_no_text_ends_the_episode() -> None:
-    class Blind:
-        async def reset(self) -> None:
-            return None
-
-        async def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-            return None, [], False, False, {}
-
-    agent = make()
-    with pytest.raises(TypeError, match="expected an observation that is a str, got NoneType"):
-        collect(agent, Blind(), [], prompt=prompt(agent))

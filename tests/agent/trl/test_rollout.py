@@ -314,11 +314,6 @@ def test_a_rollout_does_not_change_the_trainer(trained: Trained) -> None:
     assert model.config._attn_implementation == attention
 
 
-def test_a_score_is_the_users(trained: Trained) -> None:
-    scores = ask(trained, "01", score=lambda result: len(result.qid))["episode_reward"]
-    assert scores == [4.0, 4.0]
-
-
 def test_a_rollout_runs_beside_a_running_event_loop(trained: Trained) -> None:
     async def in_a_notebook() -> dict[str, list[Any]]:
         return ask(trained, "0")
@@ -336,21 +331,6 @@ def test_a_failed_episode_raises_or_is_left_out(trained: Trained) -> None:
     assert found["prompt_ids"][1] == found["prompt_ids"][0]
     assert [found[name][1] for name in ("env_mask", "logprobs")] == [[0], [0.0]]
     assert found["episode_turns"] == [2, 0]
-
-
-def test_the_trainer_leaves_an_episode_out_that_failed(tmp_path: Path) -> None:
-    rollout = make_rollout(
-        environment=ShareOfDigits(frozenset(["q0@2", "q1@2", "q2@2"])), failures="mask"
-    )
-    trainer = make_trainer(tmp_path, rollout, max_steps=1)
-    trainer.train()
-    log = trainer.state.log_history[0]
-    assert log["episode/left_out"] == pytest.approx(1 / GROUP_SIZE)
-    advantages = torch.tensor(list(trainer._logs["advantages"])).view(2, GROUP_SIZE)
-    torch.testing.assert_close(advantages.sum(1), torch.zeros(2), rtol=0, atol=1e-4)
-    assert (advantages[:, 2] == 0).all()
-    assert (advantages != 0).sum() >= 3
-    assert log["grad_norm"] > 0
 
 
 class Rewriting:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.slow import slow
 from trajpack.kernels import token_logprobs, topk_kl
-from trajpack.kernels.logprobs import logit_statistics, pair_logits, token_logprobs as module
+from trajpack.kernels.logprobs import logit_statistics, token_logprobs as module
 from trajpack.testing import assert_same_bits
 
 
@@ -186,14 +186,6 @@ def test_a_row_that_is_said_to_be_supported_and_is_not_is_impossible() -> None:
     assert entropies.tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int16, torch.int32])
-def test_tokens_of_a_support_are_integers_of_any_size(dtype: torch.dtype) -> None:
-    case = Case()
-    boundaries, tokens = case.support
-    found = token_logprobs(*case.inputs, support=(boundaries, tokens.to(dtype)))
-    assert_same_bits(found, token_logprobs(*case.inputs, support=(boundaries, tokens)))
-
-
 @pytest.mark.parametrize("name", ["plain", "bias", "temperatures", "cap"])
 @pytest.mark.parametrize(("num_rows", "vocabulary"), [(9, 50), (1, 17), (13, 16)])
 def test_several_tokens_of_a_row_and_all_others(num_rows: int, vocabulary: int, name: str) -> None:
@@ -250,34 +242,6 @@ def test_divergence_from_a_teacher(direction: Any) -> None:
         p, q = (p, q) if direction == "forward" else (q, p)
         torch.testing.assert_close(found[row], (p * (p / q).log()).sum())
     assert torch.autograd.gradcheck(call, case.leaves)
-
-
-@pytest.mark.parametrize("direction", ["forward", "reverse"])
-def test_a_teacher_that_is_certain_leaves_a_rest(direction: Any) -> None:
-    case, support = Case(1, 5), (torch.tensor([0, 1]).int(), torch.tensor([2]))
-    found = token_logprobs(*case.inputs[:3], support)
-    divergence = topk_kl(*found, torch.zeros(1), boundaries=support[0], direction=direction)
-    assert divergence.isfinite().all()
-    assert divergence > 0
-
-
-@pytest.mark.parametrize("direction", ["forward", "reverse"])
-def test_a_teacher_of_the_whole_vocabulary_leaves_no_rest(direction: Any) -> None:
-    case = Case(3, 5)
-    support = torch.tensor([0, 5, 10, 15]).int(), torch.arange(5).repeat(3)
-    teacher = case.normal(3, 5).log_softmax(1)
-    logprobs, rest = token_logprobs(*case.inputs[:3], support)
-    assert (rest == -torch.inf).all()
-    options: dict[str, Any] = {"boundaries": support[0], "direction": direction}
-    found = topk_kl(logprobs, rest, teacher.flatten(), **options)
-    here = (case.hidden[case.rows] @ case.weight.T).log_softmax(1)
-    p, q = (teacher, here) if direction == "forward" else (here, teacher)
-    torch.testing.assert_close(found, (p.exp() * (p - q)).sum(1))
-    got, wanted = (
-        torch.autograd.grad(x.sum(), case.leaves[:2], retain_graph=True)
-        for x in (found, (p.exp() * (p - q)).sum(1))
-    )
-    torch.testing.assert_close(got, wanted)
 
 
 @pytest.mark.parametrize(
@@ -406,15 +370,6 @@ def test_by_default_a_quarter_of_the_memory_that_torch_could_use_is_taken(
     assert module._spare_bytes(torch.device("meta")) == 0
 
 
-def test_without_a_gradient_no_logits_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case()
-    monkeypatch.delattr(logit_statistics.Cut, "kept")
-    with torch.no_grad():
-        token_logprobs(*case.inputs, keep_logits=10**6)
-    constants = [one.detach() for one in case.inputs]
-    token_logprobs(*constants, keep_logits=10**6)
-
-
 class Largest(TorchDispatchMode):
     """Notes the largest tensor that is made, in elements."""
 
@@ -465,22 +420,6 @@ def test_a_call_and_its_gradients_allocate_nothing_larger_than_the_head() -> Non
     events = [one for one in profiled.profiler.kineto_results.events() if one.name() == "[memory]"]
     assert len(events) > 1000
     assert max(one.nbytes() for one in events) == case.weight.nbytes < 64 * 1200
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_all_gathered_rows_are_never_in_memory(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pair_logits, "CHUNK_BYTES", {"cpu": 4 * 8 * 64})
-    hidden, weight = (torch.zeros(n, 64, device=device) for n in (10, 30))
-    rows, tokens = (torch.arange(n, device=device) for n in (10, 600))
-    boundaries = torch.arange(0, 601, 60, dtype=torch.int32, device=device)
-    logits = logit_statistics.Logits(hidden, weight, None, rows, None, 0.0)
-    pairs = logit_statistics.Pairs(boundaries, tokens % 30)
-    with Largest() as largest:
-        picked = pair_logits.pair_logits(logits, pairs)
-        pair_logits.pair_gradients(logits, pairs, picked, [True, True, False])
-    assert largest.elements == 30 * 64  # the gradient of the weight
 
 
 def calls_of(case: Case) -> dict[str, Any]:

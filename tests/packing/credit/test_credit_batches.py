@@ -12,7 +12,6 @@ from tests.packing.credit.credit_cases import (
     LAYOUTS,
     given_beside,
     inputs_of,
-    is_whitened,
     small_scans,
     some_trajectories,
 )
@@ -28,7 +27,6 @@ from trajpack import (
     pack_resident,
     save,
 )
-from trajpack.packing.credit import estimators
 from trajpack.testing import assert_batches_equal, assert_same_bits
 
 
@@ -63,33 +61,6 @@ def test_batches_without_generated_tokens_get_zeros(name, impl):
             batch = credited(trajectories, named(name), layout, impl=impl)
         assert batch.advantages.tolist() == batch.returns.tolist() == [0.0] * len(trajectories)
         assert batch.metrics.tolist() == [0.0] * 5
-
-
-@pytest.mark.parametrize("name", [*EVERY, *MORE])
-def test_a_single_token_has_a_value(name):
-    batch = credited([Trajectory("a", [Turn([1], [2], [-0.5], 3.0)], "x")], named(name))
-    assert bool(batch.advantages.isfinite().all())
-    assert batch.advantages[0] == 0
-    assert batch.metrics[0] == 1
-    if is_whitened(named(name)):
-        assert batch.advantages[1] == 0
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", [*EVERY, *MORE])
-def test_no_value_is_read_from_the_device(name, layout):
-    estimator, trajectories = named(name), some_trajectories(8)
-    host = pack(trajectories, layout, device="cpu")
-    inputs = inputs_of(host, estimator, given_beside(trajectories))
-    on_meta = {key: tensor.to("meta") for key, tensor in inputs.items()}
-    expected = host.with_advantages(estimator, **inputs)
-    for impl in ("torch", "triton"):
-        batch = pack(trajectories, layout, device="meta")
-        batch = batch.with_advantages(estimator, impl=impl, **on_meta)
-        for key in ("advantages", "returns", "metrics"):
-            actual, same = getattr(batch, key), getattr(expected, key)
-            assert actual.is_meta
-            assert (actual.shape, actual.dtype) == (same.shape, same.dtype)
 
 
 @pytest.mark.parametrize(("name", "layout"), GIVEN_ALIKE)
@@ -129,13 +100,6 @@ def test_credit_is_replaced_and_all_else_is_shared():
     bare = pack(some_trajectories(), device="cpu")
     assert bare.advantages is None
     assert bare.metric_names == ()
-
-
-def test_estimators_are_values():
-    for estimator in (EVERY | MORE).values():
-        assert pickle.loads(pickle.dumps(estimator)) == estimator
-        assert hash(estimator) == hash(dataclasses.replace(estimator))
-        assert isinstance(estimator, estimators.Estimator)
 
 
 """Advantages and metrics: what a batch may lack, and carries wherever it goes once it has them."""

@@ -1,6 +1,5 @@
 """Wrong input to estimators and to `with_advantages`: what is said about it."""
 
-import copy
 import re
 
 import pytest
@@ -18,7 +17,6 @@ from trajpack import (
     VTrace,
     pack,
 )
-from trajpack.packing.credit import advantages
 from trajpack.packing.credit.estimators import GroupEstimator, ReinforcePlusPlus, TokenEstimator
 from trajpack.testing import assert_same_bits
 
@@ -103,21 +101,6 @@ def test_errors_name_the_input(error, message, call):
         batch().with_advantages(estimator, **inputs)
 
 
-def test_a_value_head_is_fine_where_no_gradient_is_recorded():
-    values = torch.zeros(5, requires_grad=True)
-    with torch.no_grad():
-        credited = batch().with_advantages(GAE(), values=values)
-    assert not credited.advantages.requires_grad
-
-
-def test_inputs_of_other_strides_and_of_float64_are_taken():
-    values = torch.linspace(-1, 1, 5)
-    expected = batch().with_advantages(GAE(), values=values).advantages
-    spaced = torch.stack([values, values], 1)[:, 0]
-    for given in (spaced, values.double()):
-        assert torch.equal(batch().with_advantages(GAE(), values=given).advantages, expected)
-
-
 WRONG_ESTIMATORS = {
     "GAE: observation must be one of 'carry', ": lambda: GAE(observation="skip"),
     "VTrace: observation must be one of 'carry', ": lambda: VTrace(observation="skip"),
@@ -177,26 +160,3 @@ def test_a_column_of_a_table_is_an_input(impl, executor):
         columns = x[:, 1], x[:, 1].clone()
         one, other = (batch.with_advantages(estimator, **{name: c}, impl=impl) for c in columns)
         assert_same_bits(one.advantages, other.advantages)
-
-
-@pytest.fixture
-def bounds(monkeypatch):
-    """Longest segments that the kernels are told of; they choose launches by these."""
-    found = []
-    for name in ("advantages_of", "credit_scan"):
-        real = getattr(advantages, name)
-
-        def noted(first, second, *more, real=real, **named):
-            found.append(second.longest if "impl" in named else first.max_seqlen)
-            return real(first, second, *more, **named)
-
-        monkeypatch.setattr(advantages, name, noted)
-    return found
-
-
-def test_a_copy_knows_its_longest_trajectory(bounds):
-    turns = [Turn([1], [2], [-0.5]), Turn([9], [8, 7, 6], [-0.5] * 3)]
-    for given in (turns, turns[:1]):
-        batch = copy.deepcopy(pack([Trajectory("a", given)], device="cpu"))
-        batch.with_advantages(GAE(), batch.rollout_logprobs)
-    assert bounds == [4, 1]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from trajpack import GAE, GRPO, PackedBatch, Trajectory, TrajectoryBuffer, Turn, pack
+from trajpack import GRPO, PackedBatch, Trajectory, Turn, pack
 from trajpack.packing.credit.estimators import GiGPO, GroupEstimator
 
 
@@ -73,18 +73,3 @@ def test_no_warning_where_members_are_compared_or_alone(groups: list[str | None]
         warnings.simplefilter("error")
         for estimator in ALL:
             credited(batch, estimator)
-
-
-def test_estimators_of_tokens_need_no_groups() -> None:
-    batch = pack([trajectory("a"), trajectory("bb")])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        batch.with_advantages(GAE(), torch.zeros(batch.num_tokens))
-
-
-def test_the_warning_reads_no_value_of_the_device() -> None:
-    """No value of the device is read: the groups are known before it has the batch."""
-    buffer = TrajectoryBuffer(device="meta")
-    buffer.extend([trajectory("a"), trajectory("bb")])
-    with pytest.warns(UserWarning, match="every group has one member"):
-        buffer.pack().with_advantages(GRPO())

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.packing.loader.loader_cases import many
-from trajpack import GAE, GRPO, RLOO, Trajectory, TurnReturns, load, pack, pack_tree, save
+from trajpack import GAE, GRPO, RLOO, Trajectory, TurnReturns, pack, pack_tree
 
 
 def grouped(count=12, size=3):
@@ -37,13 +37,6 @@ def test_a_function_of_scores_and_groups_is_an_estimator(layout):
     torch.testing.assert_close(ours.metrics, theirs.metrics)
 
 
-def test_scores_replace_the_rewards():
-    given = torch.linspace(-1, 1, 12)
-    ours = pack(grouped()).with_advantages(leave_one_out, scores=given)
-    theirs = pack(grouped()).with_advantages(RLOO(), scores=given)
-    torch.testing.assert_close(ours.advantages, theirs.advantages)
-
-
 def of_tokens(batch):
     """Return the advantage of each generated token as a number of its turn and its place."""
     numbers = torch.arange(batch.num_tokens).float() - batch.turn_spans[:, 0][batch.turn_ids]
@@ -62,15 +55,6 @@ def test_a_function_gives_numbers_for_turns_or_tokens():
         assert torch.equal(batch.with_advantages(given).advantages, wanted)
 
 
-def test_own_advantages_are_saved_and_cut(tmp_path):
-    batch = pack(grouped()).with_advantages(leave_one_out)
-    save(batch, tmp_path / "own.safetensors")
-    assert torch.equal(load(tmp_path / "own.safetensors").advantages, batch.advantages)
-    assert torch.equal(
-        batch.select([2]).advantages, batch.advantages[slice(*batch.cu_seqlens[2:4])]
-    )
-
-
 def test_a_tree_takes_a_function():
     seen = []
 
@@ -82,12 +66,6 @@ def test_a_tree_takes_a_function():
     expected = pack_tree(grouped()).with_advantages(RLOO()).entries.advantages
     torch.testing.assert_close(tree.entries.advantages, expected)
     assert seen[0].num_generated == tree.num_entries
-
-
-def test_no_gradient_is_kept():
-    batch = pack(grouped())
-    given = torch.ones(batch.num_turns, requires_grad=True)
-    assert not batch.with_advantages(given).advantages.requires_grad
 
 
 @pytest.mark.parametrize(
@@ -150,12 +128,6 @@ def test_values_are_spread_to_the_generated_tokens(layout):
     x = torch.ones(batch.num_turns, requires_grad=True)
     batch.spread(x, of="turn").sum().backward()
     assert torch.equal(x.grad, batch.cu_generated.diff().float())
-
-
-def test_an_empty_batch_is_spread():
-    batch = pack([])
-    assert batch.spread(torch.zeros(0), of="turn").shape == (0,)
-    assert batch.with_advantages(lambda scores, *_: scores).advantages.shape == (0,)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from types import SimpleNamespace
 
@@ -322,34 +321,6 @@ def test_these_models_are_refused(make, message, error):
         assert isinstance(caught.value.__cause__, TypeError)
 
 
-@pytest.mark.parametrize("form", ["tuple", "dict", "dataclass", "namespace"])
-def test_a_module_may_return_tensors_in_whatever_form(form):
-    """Only what is in a form of no known kind is not named, but the model."""
-
-    @dataclasses.dataclass
-    class Output:
-        hidden: torch.Tensor
-
-    wrap, unwrap = {
-        "tuple": (lambda x: (None, [x]), lambda out: out[1][0]),
-        "dict": (lambda x: {"hidden": x}, lambda out: out["hidden"]),
-        "dataclass": (Output, lambda out: out.hidden),
-        "namespace": (lambda x: SimpleNamespace(hidden=x), lambda out: out.hidden),
-    }[form]
-
-    def wrapped(self, x, seq, positions):
-        return wrap(state(self, x, seq, positions))
-
-    def unwrapping(self, x, seq, positions):
-        return unwrap(self.wrapped(x, seq, positions))
-
-    model = Model(unwrapping)
-    model.layers[1].wrapped = layer(wrapped)
-    name = r"layers\.1\.wrapped \(Wrapped\)" if form != "namespace" else r"layers\.1 \(Unwr"
-    with pytest.raises(ValueError, match=f"first in {name}"):
-        check_isolation(model)
-
-
 @pytest.mark.parametrize(
     ("inputs", "error", "message"),
     [
@@ -492,15 +463,3 @@ def test_special_ids_and_short_limits_are_respected():
     ids = torch.cat([batch.input_ids for batch in seen])
     assert not {7, 8, 9} & set(ids.tolist())
     assert int(ids.max()) < model.config.vocab_size
-
-
-def test_each_sequence_is_changed_once_and_it_takes_as_many_passes_as_it_says():
-    seen, passes = [], []
-    model = variant(lambda self, **row: passes.append(row) or Model.forward(self, **row))
-    check_isolation(model, inputs=lambda batch: seen.append(batch) or batch.model_inputs())
-    first, *others = seen
-    assert len(others) == len(first) == 6
-    for sequence, batch in enumerate(others):
-        assert torch.equal(batch.input_ids != first.input_ids, first.sequence_ids == sequence)
-        assert torch.equal(batch.cu_seqlens, first.cu_seqlens)
-    assert len(passes) == 18

@@ -368,23 +368,6 @@ def test_rows_that_are_missing_or_changed_are_damage_or_skipped(tmp_path, statem
         ]
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        WRONG_CONTENT,
-        "UPDATE episodes SET content = 'text' WHERE number = 1",
-        "UPDATE episodes SET content = (SELECT content FROM episodes WHERE number = 0)",
-    ],
-)
-def test_another_content_is_damage(tmp_path, statement):
-    write(tmp_path, [0, 1])
-    changed_by(tmp_path, statement)
-    with pytest.raises(DamagedLogError, match=r"log\.sqlite is damaged: episode 'e1'"):
-        read(tmp_path)
-    with pytest.warns(UserWarning, match="skipped: .*'e1'"):
-        assert [logged.episode for logged in read(tmp_path, damaged="skip")] == ["e0"]
-
-
 @pytest.mark.parametrize("content", [b"", b"x" * 100_000])
 def test_a_file_that_is_no_log_is_refused_and_kept(tmp_path, content):
     (tmp_path / "log.sqlite").write_bytes(content)

@@ -187,15 +187,6 @@ def test_an_episode_that_is_too_large_is_refused_alone(tmp_path, monkeypatch):
     assert_holds(tmp_path, [0])
 
 
-def test_the_callers_arrays_are_not_held(tmp_path):
-    ids, logprobs = np.array([5, 6]), np.zeros(2, np.float32)
-    with begin(tmp_path) as log:
-        log.append("a", [Trajectory("a", [Turn([1], ids, logprobs)])])
-        ids[:], logprobs[:] = 9, 9
-    (logged,) = read(tmp_path)
-    assert logged.trajectories[0].turns[0] == Turn([1], [5, 6], [0.0, 0.0])
-
-
 def test_append_flushes_at_a_limit(tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(trajectory_log.time, "monotonic", lambda: now[0])
@@ -243,12 +234,6 @@ def test_a_log_that_is_closed_or_read_refuses_episodes(tmp_path):
         with pytest.raises(ValueError, match=words):
             refusing.flush()
     assert_holds(tmp_path, [0])
-
-
-def test_a_log_without_references_is_closed(tmp_path):
-    append(begin(tmp_path), 0)
-    assert_holds(tmp_path, [0])
-    write(tmp_path, [1])
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,6 @@ import random
 import shutil
 import signal
 import sqlite3
-import subprocess
-import sys
 import tempfile
 import threading
 from contextlib import closing
@@ -227,50 +225,6 @@ def test_a_new_folder_and_a_new_file_are_synchronised(tmp_path, monkeypatch):
     assert synchronised == [str(name) for name in names]
     begin(folder).close()
     assert len(synchronised) == 4  # an old one needs none
-
-
-FLUSH = """
-import os, sys
-from tests.packing.trajectory_log.log_cases import append, begin
-with begin(sys.argv[1]) as log:
-    for number in range(2):
-        append(log, number)
-        os.mkdir(f"{sys.argv[1]}/before-{number}")
-        log.flush()
-        os.mkdir(f"{sys.argv[1]}/after-{number}")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
-def test_a_flush_synchronises_the_journal_before_the_file_and_the_file_before_it_ends(tmp_path):
-    """SQLite does that itself; this shows that it was asked to."""
-    root = Path(__file__).parents[3]
-    trace, folder = tmp_path / "trace", tmp_path / "log"
-    calls = "trace=fsync,fdatasync,pwrite64,ftruncate,mkdir"
-    command = ["strace", "-f", "-y", "-e", calls, "-o", trace, sys.executable, "-P", "-c", FLUSH]
-    environment = os.environ | {"PYTHONPATH": f"{root}:{root / 'src'}"}
-    done = subprocess.run(
-        [*command, folder], env=environment, capture_output=True, text=True, check=False
-    )
-    if "PTRACE" in done.stderr:
-        pytest.skip("strace may not trace here")
-    assert done.returncode == 0, done.stderr
-    said = trace.read_text()
-    said = said[said.index("before-1") : said.index("after-1")]
-    steps = []
-    for line in said.splitlines()[1:-1]:
-        call = line.split()[1].partition("(")[0]
-        place = line.partition("<")[2].partition(">")[0].removeprefix(str(folder)) or "/"
-        if not steps or steps[-1] != (call, place):
-            steps.append((call, place))
-    journal, file = "/log.sqlite-journal", "/log.sqlite"
-    assert steps == [
-        ("pwrite64", journal), ("fdatasync", journal), ("fdatasync", "/"),
-        ("pwrite64", journal), ("fdatasync", journal),
-        ("pwrite64", file), ("fdatasync", file),
-        ("ftruncate", journal), ("fdatasync", journal),
-    ]  # fmt: skip
 
 
 @pytest.mark.attack

@@ -113,31 +113,6 @@ def sampled() -> PackedBatch:
         return pack(LMHead(MODEL).logprobs(pack([0.0] * 16)).tolist())
 
 
-def test_a_step_makes_right_answers_likelier_and_wrong_ones_less_likely() -> None:
-    model, batch = copy.deepcopy(MODEL), sampled()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    measured = EXAMPLE["train_step"](model, optimizer, batch, 0)
-    EXAMPLE["check_step"](model, measured)
-    assert measured["log-probability gap"] < 1e-5
-    with torch.no_grad():
-        change = LMHead(model).logprobs(batch) - batch.rollout_logprobs[batch.loss_mask]
-    of_answers = change.reshape(-1, 2).sum(1)
-    assert (of_answers[0::2] > 0).all()
-    assert (of_answers[1::2] < 0).all()
-
-
-def test_micro_batches_add_up_to_the_step_of_the_whole_batch() -> None:
-    batch, models = sampled(), [copy.deepcopy(MODEL), copy.deepcopy(MODEL)]
-    step = EXAMPLE["train_step"]
-    before = step.__globals__["CAPACITY"]
-    for model, capacity in zip(models, (1000, 11), strict=True):
-        step.__globals__["CAPACITY"] = capacity
-        step(model, torch.optim.SGD(model.parameters(), lr=0.1), batch, 0)
-    step.__globals__["CAPACITY"] = before
-    for whole, pieces in zip(*(model.parameters() for model in models), strict=True):
-        torch.testing.assert_close(pieces, whole, atol=1e-6, rtol=1e-4)
-
-
 def test_a_trainer_that_disagrees_with_the_engine_is_caught() -> None:
     model = copy.deepcopy(MODEL)
     with torch.no_grad():

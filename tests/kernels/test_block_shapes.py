@@ -111,22 +111,6 @@ def test_a_shape_that_is_set_is_launched_and_changes_no_bit(
         assert torch.equal(found, expected)
 
 
-def test_a_device_is_asked_for_its_architecture_once(monkeypatch) -> None:
-    asked = []
-
-    def capability(device: int) -> tuple[int, int]:
-        asked.append(device)
-        return 9, 0
-
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
-    launch_on.cache_clear()
-    assert launch_on("build_kernel", 3) is launch_on("build_kernel", 3)
-    assert asked == [3]
-    assert block_shapes.architecture_of(3) == "sm_90"
-    launch_on.cache_clear()
-
-
 def test_architectures_of_amd_are_named_without_their_features(monkeypatch) -> None:
     found = SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-")
     monkeypatch.setattr(torch.version, "hip", "6.4")

@@ -119,16 +119,6 @@ def test_a_pack_copies_once_and_computes_only_in_its_own_ops(
     assert {op: count for op, count in counts.items() if op not in VIEWS} == OPS
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_pack_needs_no_value_from_the_device(layout: Any) -> None:
-    on_host, on_meta = (filled_buffer(device).pack(layout=layout) for device in ("cpu", "meta"))
-    for name, tensor in on_host.tensors().items():
-        same = on_meta.tensors()[name]
-        assert (same.shape, same.dtype, same.device.type) == (tensor.shape, tensor.dtype, "meta")
-    assert on_meta.seqlens == on_host.seqlens
-    assert on_meta.max_seqlen == on_host.max_seqlen
-
-
 def test_a_value_read_from_the_device_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     returns_of_turns = buffer_module.returns_of_turns
 

@@ -134,29 +134,6 @@ def test_a_row_that_differs_anywhere_breaks_a_chain(shape):
         assert len(batch.seqlens) == 1 + (place < rows[:5].size)
 
 
-def test_rows_that_differ_break_a_chain_as_tokens_do():
-    field = TokenField("e", torch.uint8, generated_only=False)
-    turns = [
-        Turn([1], [2], [0], fields={"e": [1, 1]}),
-        Turn([1, 2, 3], [4], [0], fields={"e": [1, 9, 1, 1]}),
-    ]
-    batch = pack([Trajectory("a", turns)], fields=[field])
-    assert batch.seqlens == (2, 4)
-    assert batch.unpack()[0].turns == tuple(turns)
-
-
-def test_batches_with_fields_are_saved_moved_and_copied(tmp_path):
-    trajectories = [with_rows(Trajectory(str(i), [Turn([1, i], [3, 4], [0, 0])])) for i in range(5)]
-    batch = pack(trajectories, fields=FIELDS)
-    save(batch, tmp_path / "batch.safetensors")
-    loaded = load(tmp_path / "batch.safetensors")
-    assert_batches_equal(loaded, batch)
-    assert loaded.token_fields == tuple(FIELDS)
-    assert loaded.unpack() == trajectories
-    assert batch.to("cpu") is batch
-    assert {field.device.type for field in batch.to("meta").fields.values()} == {"meta"}
-
-
 def test_a_buffer_with_fields_is_filled_again_and_again():
     buffer = TrajectoryBuffer(device="cpu", fields=FIELDS)
     for seed in range(4):
@@ -171,13 +148,6 @@ def test_a_buffer_with_fields_is_filled_again_and_again():
             for trajectory in trajectories[count // 2 :]:
                 buffer.add(trajectory)
             assert buffer.pack(layout).unpack() == trajectories
-
-
-def test_the_device_path_reads_nothing():
-    buffer = TrajectoryBuffer(device="meta", fields=FIELDS)
-    buffer.add(with_rows(Trajectory("a", [Turn([1, 2], [3], [0])])))
-    batch = buffer.pack()
-    assert [tuple(batch.fields[f.name].shape) for f in FIELDS] == [(3, 2, 3), (3,), (3,), (3, 1)]
 
 
 @pytest.mark.parametrize(

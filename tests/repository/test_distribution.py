@@ -189,15 +189,6 @@ def test_the_demonstration_needs_its_extra_and_no_more(built: Path, tmp_path: Pa
     assert (tmp_path / "b.html").stat().st_size > 10_000
 
 
-def test_the_metadata_names_where_the_project_is() -> None:
-    assert {"Documentation", "Source", "Issues", "Changelog"} <= PROJECT["urls"].keys()
-    for address in PROJECT["urls"].values():
-        assert re.match(r"https://[\w.]+/[\w-]+/trajpack", address)
-    assert {f"Programming Language :: Python :: 3.{minor}" for minor in (11, 12, 13)} <= {
-        *PROJECT["classifiers"]
-    }
-
-
 def test_the_publishing_workflow_holds_no_secret_and_tests_before_it_builds() -> None:
     path = ROOT / ".github" / "workflows" / "publish.yml"
     text = path.read_text()

@@ -147,23 +147,6 @@ def test_a_python_without_what_makes_environments_is_refused(
     )
 
 
-def test_an_environment_of_a_wrong_python_is_replaced_by_a_good_one(
-    copy: Path, quick_python: Path, wrong_pythons: dict[str, str]
-) -> None:
-    version, python = max((v, p) for v, p in wrong_pythons.items() if v.startswith("3."))
-    run([python, "-m", "venv", "--without-pip", ".venv"], copy)
-    assert refusal(copy, python).startswith(f"{NEEDED}; {python} is {version}:")
-    done = make_venv(copy, quick_python)
-    assert done.returncode == 0
-    assert done.stderr == (
-        "replacing .venv: it is not a whole environment of Python 3.11 or later\n"
-    )
-    assert runs(copy)
-    (copy / ".venv" / "mark").touch()
-    assert make_venv(copy, "no-such-python").returncode == 0  # it is there: no other is needed
-    assert (copy / ".venv" / "mark").exists()
-
-
 @pytest.mark.parametrize("half", ["without pip", "without its Python"])
 def test_a_half_made_environment_is_made_anew(half: str, copy: Path, quick_python: Path) -> None:
     run([PYTHON, "-m", "venv", "--without-pip", ".venv"], copy)
@@ -197,18 +180,6 @@ def test_an_environment_that_works_is_not_installed_again(installed: Path) -> No
         assert (done.returncode, done.stderr) == (0, "")
         assert "pip" not in done.stdout
     assert (installed / ".venv/.installed").stat().st_mtime_ns == before
-
-
-@pytest.mark.slow
-def test_a_python_that_is_asked_for_in_vain_is_refused(installed: Path) -> None:
-    assert refusal(installed, "no-such-python").startswith(f"{NEEDED}; no-such-python ")
-    major, minor, micro = sys.version_info[:3]
-    for version, python in found_pythons().items():
-        if is_good(version) and not version.startswith(f"{major}.{minor}."):
-            assert refusal(installed, python) == (
-                f".venv is of Python {major}.{minor}.{micro} and {python} is "
-                f"{version}: make clean lets another environment be made"
-            )
 
 
 @pytest.mark.parametrize("become", ["another", "nothing"])

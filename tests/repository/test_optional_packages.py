@@ -15,7 +15,7 @@ import pytest
 
 import trajpack
 from tests.repository.test_architecture import PRODUCT, ROOT, imports_at_run_time, tree_of
-from trajpack.packing.optional import BROUGHT_BY, explained, require
+from trajpack.packing.optional import BROUGHT_BY, explained
 
 KEPT = {"jinja2", "rich", "typer"}
 """Optional by their own names, but brought by torch and the command."""
@@ -204,15 +204,6 @@ def test_the_core_has_three_requirements() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     core = {re.split(r"[>=;<]", one)[0] for one in project["dependencies"]}
     assert core == {"numpy", "safetensors", "torch"}
-
-
-def test_require_is_silent_where_all_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    require("anyio", "torch")
-    monkeypatch.setitem(sys.modules, "anyio", None)
-    with pytest.raises(
-        ModuleNotFoundError, match=r"No module named 'anyio': install trajpack\[runner\]"
-    ):
-        require("torch", "anyio")
 
 
 def test_the_embedded_engine_names_the_transformers_that_it_needs(

@@ -77,19 +77,6 @@ def test_episodes_wait_for_a_slow_reader() -> None:
     assert serve(body) <= 7
 
 
-def test_a_runner_can_run_again_and_at_the_same_time() -> None:
-    async def body(engine: EchoEngine) -> list[int]:
-        one = runner(engine, TwoTurns(before=lambda _: asyncio.sleep(0.001)))
-
-        async def count(asked: list[Prompt]) -> int:
-            return len([r async for r in one.run(asked) if r.error is None])
-
-        both = await asyncio.gather(count(prompts(6)[:3]), count(prompts(6)[3:]))
-        return [*both, await count(prompts(6))]
-
-    assert serve(body) == [3, 3, 6]
-
-
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [

@@ -221,19 +221,6 @@ def test_weights_follow_their_tokens(aggregation: Any) -> None:
     assert_same_bits(case.weights(aggregation), expected[order])
 
 
-@pytest.mark.parametrize("aggregation", [name for name in AGGREGATIONS if name != "constant"])
-def test_the_denominator_divides_the_weights(aggregation: Any) -> None:
-    case = Case()
-    rows = case.rows()
-    expected = {
-        "token_mean": len(rows),
-        "prompt_mean": len({group for _, _, group in rows if group >= 0}),
-    }.get(aggregation, len({sequence for _, sequence, _ in rows if sequence >= 0}))
-    given: Any
-    for given in (torch.tensor(expected), torch.tensor(float(expected)), float(expected), expected):
-        assert_same_bits(case.weights(aggregation, denominator=given), case.weights(aggregation))
-
-
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize(("num", "num_sequences"), [(0, 0), (0, 3), (4, 0), (4, 3), (1, 1)])
 def test_without_generated_tokens_weights_are_0(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -160,30 +159,6 @@ def test_where_every_row_is_supported_no_other_weight_is_read() -> None:
     found = token_logprobs(*case.inputs, entropy=True, **options)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     assert_same_bits(results[0][0].detach(), results[1][0].detach())
-
-
-@pytest.mark.parametrize("per_pair", [0, 10**9])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_work_that_is_counted_decides_no_result(
-    dtype: torch.dtype, per_pair: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = Case(9, 50, dtype)
-    case.lengths, case.allowed = [3] * 9, [case.targets[row] + torch.arange(3) for row in range(9)]
-    case.allowed = [tokens % 50 for tokens in case.allowed]
-    monkeypatch.setattr(module, "LOGITS_PER_PAIR", {"cpu": per_pair})
-    found = token_logprobs(*case.inputs, entropy=True, support=case.support)
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
-    expected = case.dense({"support": case.support})
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-
-
-def test_a_row_that_is_said_to_be_supported_and_is_not_is_impossible() -> None:
-    case, support = Case(2), (torch.tensor([0, 0, 1]).int(), torch.tensor([4]))
-    inputs = case.hidden, case.weight, case.rows, torch.tensor([4, 4])
-    options: dict[str, Any] = {"support": support, "every_row_supported": True}
-    logprobs, entropies = token_logprobs(*inputs, entropy=True, **options)
-    assert logprobs.tolist() == [-torch.inf, 0.0]
-    assert entropies.tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("name", ["plain", "bias", "temperatures", "cap"])
@@ -352,22 +327,6 @@ def test_kept_logits_go_past_hooks_and_end_with_the_first_backward_pass() -> Non
     expected = torch.autograd.grad(token_logprobs(*case.inputs).sum(), case.leaves[:2])
     for one, other in zip(grads, expected, strict=True):
         assert_same_bits(one, other)
-
-
-@pytest.mark.parametrize(("captures", "expected"), [(False, (100 + 60 - 20) // 4), (True, 0)])
-def test_by_default_a_quarter_of_the_memory_that_torch_could_use_is_taken(
-    monkeypatch: pytest.MonkeyPatch, captures: bool, expected: int
-) -> None:
-    numbers = {
-        "is_current_stream_capturing": captures, "mem_get_info": (100, 900),
-        "memory_reserved": 60, "memory_allocated": 20,
-    }  # fmt: skip
-    for name, number in numbers.items():
-        monkeypatch.setattr(torch.cuda, name, lambda number=number: number)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    assert module._spare_bytes(torch.device("cuda:0")) == expected
-    assert module._spare_bytes(torch.device("cpu")) == module.KEPT_ON_HOST
-    assert module._spare_bytes(torch.device("meta")) == 0
 
 
 class Largest(TorchDispatchMode):

@@ -14,18 +14,15 @@ import torch
 from tests.kernels.credit.token_loops import (
     OBSERVATIONS,
     Batch,
-    Ratios,
     Walk,
     assert_rounds,
     batch_of,
     gae_by_loop,
     small_blocks,
-    vtrace_by_loop,
 )
 from tests.support.slow import slow_after
 from trajpack.kernels.scan import credit_scan_triton
 from trajpack.kernels.scan.credit_scan import credit_scan
-from trajpack.kernels.scan.observations import PASSING
 from trajpack.kernels.scan.scan_inputs import Limits, Scan
 from trajpack.testing import assert_same_bits, boundaries
 
@@ -108,12 +105,6 @@ def case_of(segments: Sequence[Sequence[str]] = SEGMENTS, slack: int = 3) -> Cas
     return Case(scan, batch, places, [part.tolist() for part in rewards.split(counts)])
 
 
-def generated_alone(scan: Scan) -> Scan:
-    """Leave out of every chunk what was not generated."""
-    begins, ends = scan.spans.unbind(1)
-    return scan._replace(cu_positions=boundaries((ends - begins).tolist()), begins=begins)
-
-
 def expected_of(case: Case, loop: Any) -> tuple[np.ndarray, np.ndarray]:
     """Put each segment's numbers where its tokens stand."""
     rows = np.zeros(case.scan.num_tokens), np.zeros(case.scan.num_tokens)
@@ -187,28 +178,6 @@ def test_segments_of_a_chunk_each_equal_the_reference(options: dict[str, Any]) -
         torch.testing.assert_close(actual[written], exact[written], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("observation", slow_after(2, OBSERVATIONS[::-1]))
-def test_vtrace_equals_the_loop(observation: str, impl: str) -> None:
-    case = case_of()
-    batch = case.batch
-    ratios = (batch.logprobs.double() - batch.rollout_logprobs.double()).exp().tolist()
-    clips = 0.875, 0.75, 1.25
-    exact = expected_of(
-        case,
-        lambda tokens, walk: vtrace_by_loop(
-            walk, Ratios([ratios[token] for token in tokens], *clips), observation
-        ),
-    )
-    scan = generated_alone(case.scan) if observation in PASSING else case.scan
-    scan = scan._replace(
-        kind="vtrace", observation=observation, logprobs=batch.logprobs,
-        rollout_logprobs=batch.rollout_logprobs,
-        limits=Limits(rho_clip=clips[0], c_clip=clips[1], advantage_rho_clip=clips[2]),
-    )  # fmt: skip
-    for rows, numbers in zip(credit_scan(scan, "gae", impl), exact, strict=True):
-        assert_rounds(rows, numbers)
-
-
 def test_a_reward_that_is_nan_is_not_clipped() -> None:
     case = case_of()
     rewards = case.scan.turn_rewards.clone()
@@ -217,32 +186,6 @@ def test_a_reward_that_is_nan_is_not_clipped() -> None:
     found, exact = (credit_scan(scan, "gae", impl)[0].isnan() for impl in ("triton", "torch"))
     assert exact.any()
     assert torch.equal(found, exact)
-
-
-@pytest.mark.parametrize("clamp", [math.inf, 0.5])
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_rewards_are_clipped_and_penalised_by_kl(estimator: str, clamp: float, impl: str) -> None:
-    case = case_of()
-    sampled, ref = case.batch.logprobs, case.batch.rollout_logprobs
-    limits = Limits(kl_coefficient=0.125, kl_clamp=clamp, reward_clip=0.75)
-    clipped = [[max(-0.75, min(0.75, r)) for r in rewards] for rewards in case.rewards]
-    away = (sampled.double() - ref.double()).tolist()
-    penalty = {
-        "k1": lambda x: x,
-        "k2": lambda x: x * x / 2,
-        "k3": lambda x: math.exp(-x) - 1 + x,
-    }[estimator]
-
-    def penalised(tokens: list[int], walk: Walk) -> Any:
-        paid = [0.125 * max(-clamp, min(clamp, penalty(away[token]))) for token in tokens]
-        rewards = [r - p * g for r, p, g in zip(walk.rewards, paid, walk.mask, strict=True)]
-        return gae_by_loop(walk._replace(rewards=rewards), "carry")
-
-    exact = expected_of(case._replace(rewards=clipped), penalised)
-    scan = case.scan._replace(logprobs=sampled, ref_logprobs=ref)
-    scan = scan._replace(estimator=estimator, limits=limits)
-    for rows, numbers in zip(credit_scan(scan, "gae", impl), exact, strict=True):
-        assert_rounds(rows, numbers, magnitude=1e7)  # the reference rounds penalties to float32
 
 
 @pytest.mark.parametrize(

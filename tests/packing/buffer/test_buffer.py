@@ -4,25 +4,6 @@ import torch
 
 from trajpack import Trajectory, TrajectoryBuffer, Turn, pack
 from trajpack.packing.buffer.staging import Staging
-from trajpack.testing import assert_batches_equal, random_trajectory
-
-
-def conversation(name="a", num_turns=3, seed=0, **sizes):
-    generator = np.random.default_rng(seed)
-    sizes = {"prompt": (2, 9), "completion": (1, 9)} | sizes
-    return random_trajectory(generator, name, num_turns=num_turns, **sizes)
-
-
-def test_a_conversation_is_one_chain_and_each_token_is_stored_once():
-    buffer = TrajectoryBuffer()
-    trajectory = conversation(num_turns=4)
-    buffer.add(trajectory)
-    last = trajectory.turns[-1]
-    assert buffer.num_tokens == len(last.prompt_ids) + len(last.completion_ids)
-    assert buffer.pack().seqlens == (buffer.num_tokens,)
-    assert len(buffer) == 1
-    assert buffer.num_turns == 4
-
 
 CHAINS = {
     "a token dropped": ([([1, 2], [3, 4]), ([1, 2, 3, 5], [6])], [0, 1]),
@@ -51,34 +32,6 @@ CHAINS = {
 def test_a_turn_extends_the_longest_chain_that_is_a_prefix(turns, chains):
     turns = [Turn(prompt, said, torch.zeros(len(said)).bfloat16()) for prompt, said in turns]
     assert pack([Trajectory("a", turns)]).turn_sequence.tolist() == chains
-
-
-def test_chains_are_not_shared_between_trajectories():
-    one = Trajectory("a", [Turn([1, 2], [3], [0])])
-    two = Trajectory("b", [Turn([1, 2, 3, 4], [5], [0])])
-    assert pack([one, two]).seqlens == (3, 5)
-
-
-def test_the_buffer_is_reusable_and_batches_outlive_it():
-    buffer = TrajectoryBuffer()
-    first, second = conversation(seed=1), conversation("b", seed=2)
-    buffer.add(first)
-    batch = buffer.pack()
-    buffer.clear()
-    assert buffer.num_tokens == buffer.num_turns == len(buffer) == buffer.num_bytes == 0
-    buffer.add(second)
-    assert buffer.pack().unpack() == [second]
-    assert batch.unpack() == [first]
-
-
-def test_packing_leaves_the_buffer_as_it_was():
-    buffer = TrajectoryBuffer()
-    buffer.add(conversation(seed=1))
-    before = buffer.pack()
-    assert_batches_equal(before, buffer.pack())
-    buffer.add(conversation("b", seed=2))
-    assert buffer.pack().ids == ("a", "b")
-    assert_batches_equal(before, pack([conversation(seed=1)]))
 
 
 def test_pinned_memory_is_asked_of_the_host_whatever_the_default_device(monkeypatch):
@@ -161,21 +114,6 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing_behind():
     buffer.clear()
     buffer.add(large)
     assert buffer.pack().unpack() == [large]
-
-
-def test_a_capacity_counts_each_token_once():
-    buffer = TrajectoryBuffer(capacity=5)
-    buffer.add(Trajectory("a", [Turn([1, 2], [3], [0]), Turn([1, 2, 3, 4], [5], [0])]))
-    assert buffer.num_tokens == 5
-
-
-def test_num_bytes_counts_tokens_and_generated_tokens():
-    buffer = TrajectoryBuffer()
-    buffer.add(Trajectory("a", [Turn([1] * 1000, [2] * 500, [0.0] * 500)]))
-    small = TrajectoryBuffer()
-    small.add(Trajectory("a", [Turn([1], [2], [0.0])]))
-    assert buffer.num_bytes - small.num_bytes == 4 * (999 + 499) + 4 * 499
-    assert small.num_bytes == 4 * 3
 
 
 def test_a_capacity_below_one_is_refused():

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from trajpack import TokenField, Trajectory, Turn, load, pack, save
-from trajpack.testing import assert_batches_equal
 
 
 def packed(dtype, values, **options):
@@ -65,15 +64,6 @@ def test_values_come_back_equal_to_those_given(tmp_path, dtype, values):
 def test_no_rows_equal_no_rows_of_any_shape():
     batch, turn = packed(torch.float32, [], shape=(2,))
     assert batch.unpack()[0].turns == (turn,)
-
-
-@pytest.mark.parametrize("fill", [float("nan"), float("-inf"), 0.1, np.int64(-1), True])
-def test_any_fill_is_saved_and_loaded(tmp_path, fill):
-    batch, _ = packed(torch.float32, [0.5], fill=fill)
-    save(batch, tmp_path / "batch.safetensors")
-    loaded = load(tmp_path / "batch.safetensors")
-    assert_batches_equal(loaded, batch)
-    assert loaded.token_fields[0].layout == batch.token_fields[0].layout
 
 
 def test_what_would_lose_a_part_is_refused():

@@ -148,15 +148,6 @@ def test_attributes_that_a_batch_lacks_are_named():
     assert batch.turn_rewards is batch.turn_rewards, "made once"
 
 
-def test_a_buffer_takes_any_iterable_of_trajectories():
-    made = (Trajectory(str(i), [Turn([1], [i], [0.0])]) for i in range(3))
-    buffer = TrajectoryBuffer(device="cpu")
-    buffer.extend(made)
-    buffer.extend([])
-    assert buffer.pack().ids == ("0", "1", "2")
-    assert torch.equal(buffer.pack().input_ids, torch.tensor([1, 0, 1, 1, 1, 2]))
-
-
 def test_a_buffer_is_neither_copied_nor_pickled():
     buffer = filled(3, "cpu")
     for copying in (copy.copy, copy.deepcopy, pickle.dumps):
@@ -205,19 +196,6 @@ def test_one_trajectory_is_not_a_list(call):
     said = r"expected a list of Trajectory, got one Trajectory; write pack\(\[trajectory\]\)"
     with pytest.raises(TypeError, match=said):
         call(Trajectory("a", [Turn([1], [2], [0.0])]))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_batch_keeps_its_lengths_when_the_buffer_packs_another_layout(layout):
-    rng = np.random.default_rng(0)
-    given = [random_trajectory(rng, str(i), num_turns=3, prompt=(1, 9)) for i in range(9)]
-    buffer = TrajectoryBuffer(device="cpu")
-    buffer.extend(given)
-    batch = buffer.pack(layout)
-    buffer.pack("turns" if layout == "merged" else "merged")
-    plain = pack(given, layout, device="cpu")
-    assert batch.seqlens == plain.seqlens
-    assert batch.tables.generated_lens == plain.tables.generated_lens
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])

@@ -74,26 +74,6 @@ def test_every_storage_of_a_batch_is_recorded_once(recorded):
     assert set(recorded) == storages_of(batch)
 
 
-def test_tables_are_recorded_with_the_allocation_that_they_lie_in(recorded):
-    batch = packed()
-    batch.record_stream(STREAM)
-    assert batch.turn_spans.untyped_storage()._cdata in recorded
-    tables = {getattr(batch, name).untyped_storage()._cdata for name in ("cu_turns", "group_ids")}
-    assert tables == {batch.cu_seqlens.untyped_storage()._cdata}
-
-
-@pytest.mark.parametrize("derive", [
-    lambda batch: batch.with_advantages(GRPO()),
-    lambda batch: batch.with_advantages(GAE(), values=batch.fields["values"]),
-    lambda batch: batch.to("meta"),
-], ids=["GRPO", "GAE", "to"])  # fmt: skip
-def test_batches_that_are_made_of_others_are_recorded_whole(derive, recorded):
-    batch = derive(packed())
-    batch.record_stream(STREAM)
-    assert set(recorded) >= storages_of(batch)
-    assert len(recorded) == len(set(recorded))
-
-
 class Reads(TorchDispatchMode):
     """Storages that operators read and that none of them made."""
 

@@ -24,7 +24,6 @@ from trajpack import (
     Turn,
     TurnGAE,
     TurnReturns,
-    VTrace,
     pack,
 )
 
@@ -114,29 +113,6 @@ def test_the_reward_of_a_turn_without_tokens_goes_to_the_token_before(layout):
             assert not credited.advantages[skipped + 3 :].any()
         credited = credit_by_hand(given_turns, TurnGAE(1.0, 0.0), layout)
         assert credited.advantages[skipped:].tolist()[:3] == [0.0, 21.0, 21.0]
-
-
-def test_with_every_token_one_turn_two_ways_to_see_turns_agree():
-    """A turn of one token is an action either way; on policy, V-trace is GAE with λ = 1."""
-    turns = [Turn([1] * n, [2], [-0.5], float(n), n == 4) for n in range(1, 5)]
-    batch = pack([Trajectory("a", turns), Trajectory("b", turns[:2])], "turns", device="cpu")
-    values = torch.linspace(-1, 1, batch.num_tokens)
-    bootstrap = torch.tensor([5.0, 7.0])
-    more = {"values": values, "bootstrap": bootstrap}
-    by_token, by_turn, vtrace = (
-        batch.with_advantages(estimator, **more, **logprobs)
-        for estimator, logprobs in (
-            (GAE(0.5, 1.0, truncated="bootstrap"), {}),
-            (TurnGAE(0.5, 1.0, truncated="bootstrap"), {}),
-            (VTrace(0.5, truncated="bootstrap"), {"logprobs": batch.rollout_logprobs}),
-        )
-    )
-    for other in (by_turn, vtrace):
-        assert torch.equal(by_token.advantages, other.advantages)
-        assert torch.equal(by_token.returns, other.returns)
-    last = batch.turn_spans[3, 0]
-    assert by_token.returns[last] == 4.0 + 0.5 * 5.0
-    assert by_token.returns[batch.turn_spans[5, 0]] == 2.0
 
 
 def test_step_groups_need_the_same_task_and_a_state():

@@ -17,8 +17,6 @@ from tests.packing.credit.credit_cases import (
 )
 from tests.packing.credit.credit_oracle import MORE, credited, named
 from trajpack import (
-    GAE,
-    GRPO,
     PackedBatch,
     Trajectory,
     Turn,
@@ -90,16 +88,6 @@ def test_turns_that_live_on_the_device_are_given_the_same(name, layout):
     batch = pack_resident(lives, layout)
     inputs = inputs_of(expected, estimator, beside)
     assert_same_credit(batch.with_advantages(estimator, **inputs), expected)
-
-
-def test_credit_is_replaced_and_all_else_is_shared():
-    batch = credited(some_trajectories(), GAE())
-    again = batch.with_advantages(GRPO())
-    assert not torch.equal(again.advantages, batch.advantages)
-    assert again.input_ids is batch.input_ids
-    bare = pack(some_trajectories(), device="cpu")
-    assert bare.advantages is None
-    assert bare.metric_names == ()
 
 
 """Advantages and metrics: what a batch may lack, and carries wherever it goes once it has them."""

@@ -240,14 +240,6 @@ def test_what_cannot_be_cut_is_refused(call, words, given):
         call(*places, **named)
 
 
-def test_counts_of_numpy_are_as_good_as_others():
-    counts = {"sequence_multiple": 4, "total_multiple": 8, "total": 16, "max_sequences": 3}
-    alignment = Alignment(**{name: np.int64(count) for name, count in counts.items()})
-    assert repr(alignment) == repr(Alignment(**counts))
-    micro_batch = BATCH.select([2, 0], alignment)
-    assert (micro_batch.num_tokens, type(micro_batch.max_seqlen)) == (16, int)
-
-
 def test_padding_that_was_planned_for_is_taken():
     planned = plan_micro_batches(BATCH.seqlens, 6, align=4)
     assert [one.num_tokens for one in BATCH.split(planned, Alignment(4))] == [4] * 3

@@ -1,6 +1,5 @@
 """Reference planners as plain loops, laws of plans, and lengths as they occur in training."""
 
-from itertools import combinations, product
 from typing import get_args
 
 import numpy as np
@@ -60,30 +59,6 @@ def karmarkar_karp(costs, num_bins, width=1):
         joined = [one + other for one, other in zip(left, reversed(right), strict=True)]
         rows = [sorted(joined, key=lambda part: sum(costs[one] for one in part)), *others]
     return [sorted(part) for part in rows[0]]
-
-
-def karmarkar_karp_and_swaps(costs, num_bins):
-    """Return bins of equally many sequences, improved by the best swap of any two as prime-rl does.
-
-    A swap is better if the largest load falls, or stays and the spread falls.
-    """
-    bins = karmarkar_karp(costs, num_bins, num_bins)
-    while True:
-        loads = [sum(costs[one] for one in held) for held in bins]
-        found = (max(loads), max(loads) - min(loads)), None
-        for left, right in combinations(range(num_bins), 2):
-            for one, other in product(bins[left], bins[right]):
-                after = list(loads)
-                after[left] += costs[other] - costs[one]
-                after[right] += costs[one] - costs[other]
-                reached = max(after), max(after) - min(after)
-                if reached < found[0]:
-                    found = reached, (left, right, one, other)
-        if found[1] is None:
-            return bins
-        left, right, one, other = found[1]
-        bins[left][bins[left].index(one)] = other
-        bins[right][bins[right].index(other)] = one
 
 
 def dynamic_groups(lengths, num_ranks, capacity):

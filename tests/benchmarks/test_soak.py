@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks import soak
-from benchmarks.soak_report import COLUMNS, MIB, Moment, Outcome, curves, growth_of, table
+from benchmarks.soak_report import COLUMNS, MIB, Moment, Outcome, growth_of
 from tests.agent.chaos.chaos_cases import chaos_prompts
 from tests.agent.chaos.fault_plan import FaultPlan
 from trajpack.agent.errors import EpisodeError
@@ -59,13 +59,6 @@ def test_memory_that_grows_is_found_and_noise_is_not() -> None:
     # 500 episodes a second that leave 200 bytes each
     (problem,) = Outcome(moments(600, 500 * 200)).problems()
     assert problem == "memory grew by 8.3% over the second half"
-
-
-def test_the_table_has_a_line_for_each_minute() -> None:
-    lines = table(Outcome(moments(150, 0))).splitlines()[2:]
-    assert [line.split("|")[1].strip() for line in lines] == ["1.0", "2.0", "2.5"]
-    assert lines[0] == "| 1.0 | 2,000 | 500 | 420 | 5,400 | 300.0 | 270 | 11 |"
-    ElementTree.fromstring(curves(Outcome(moments(150, 0)), "1 < 2"))
 
 
 def test_what_is_lost_doubled_or_misnamed_is_found(

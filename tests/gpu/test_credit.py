@@ -17,7 +17,7 @@ from tests.packing.credit.credit_cases import (
     inputs_of,
     some_trajectories,
 )
-from trajpack import GAE, GRPO, Trajectory, TrajectoryBuffer, TurnGAE, VTrace, pack
+from trajpack import GAE, GRPO, Trajectory, TurnGAE, VTrace, pack
 from trajpack.kernels import gae
 from trajpack.testing import assert_same_bits, boundaries
 
@@ -62,14 +62,6 @@ def test_every_estimator_gives_what_it_gives_on_the_host(name: str, size: str, l
     torch.testing.assert_close(credited.metrics.cpu(), expected.metrics, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["GAE", "VTrace, carry", "TurnGAE", "GRPO", "GiGPO"])
-def test_the_reference_runs_on_the_device_too(name: str) -> None:
-    trajectories, estimator = some_trajectories(40, 12), EVERY[name]
-    _, (batch, moved) = on_host_and_device(trajectories, "merged", estimator)
-    pair = [batch.with_advantages(estimator, impl=i, **moved).advantages for i in ("torch", "auto")]
-    torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_nothing_waits_for_the_device(name: str) -> None:
     estimator = ESTIMATORS[name]
@@ -78,12 +70,6 @@ def test_nothing_waits_for_the_device(name: str) -> None:
     with no_waiting():
         credited = batch.with_advantages(estimator, **moved)
     assert_same_bits(credited.advantages, expected.advantages)
-
-
-def filled(trajectories: list[Trajectory]) -> TrajectoryBuffer:
-    buffer = TrajectoryBuffer(device=DEVICE)
-    buffer.extend(trajectories)
-    return buffer
 
 
 def gae_by_loop(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> np.ndarray:

@@ -58,13 +58,3 @@ def test_without_a_record_it_is_handed_out_at_once() -> None:
     del batch
     assert held & addresses(packed_beside(side, buffer))
     torch.cuda.synchronize()
-
-
-def test_parts_of_a_batch_are_recorded_too() -> None:
-    buffer, side = filled_buffer(), torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        part = buffer.pack().select([1, 0])
-    torch.cuda.current_stream().wait_stream(side)
-    part.record_stream(torch.cuda.current_stream())
-    assert part.input_ids.shape == (part.num_tokens,)
-    torch.cuda.synchronize()

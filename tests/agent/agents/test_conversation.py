@@ -200,17 +200,3 @@ def test_an_episode_without_a_finished_turn_fails(said: Any) -> None:
     with pytest.raises(EpisodeError) as caught:
         collect(agent, Game(), [said], prompt=PROMPT)
     assert caught.value is said or "leaves no room" in caught.value.reason
-
-
-@pytest.mark.parametrize(
-    ("limits", "kind", "message"),
-    [
-        ({"max_turns": 0}, ValueError, "max_turns must be at least 1, got 0"),
-        ({"max_turns": 1.5}, TypeError, "max_turns must be an integer"),
-        ({"max_total_tokens": 0}, ValueError, "max_total_tokens must be positive, got 0"),
-        ({"max_total_tokens": "9"}, TypeError, "max_total_tokens must be an integer"),
-    ],
-)
-def test_limits_out_of_range_are_refused(limits: Any, kind: Any, message: str) -> None:
-    with pytest.raises(kind, match=message):
-        ConversationLimits(**limits)

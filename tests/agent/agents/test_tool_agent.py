@@ -355,18 +355,6 @@ def test_prompts_may_declare_tools_themselves() -> None:
     assert "".join(map(chr, make().prompt_ids(messages))) == f"<tools>add{END}\n{PROMPT}"
 
 
-def test_the_tiny_models_template_tells_of_each_tool_in_one_system_message() -> None:
-    _, tokenizer = build_tiny_model()
-    agent = ToolAgent(SamplingParams(), tokenizer, [tool(max)])
-    for system in ([], [{"role": "system", "content": "Be brief."}]):
-        messages = [*system, {"role": "user", "content": "go"}]
-        text = tokenizer.decode(agent.prompt_ids(messages))
-        first, second, last = text.split("<|im_end|>\n")
-        assert first.startswith("<|im_start|>system\n" + "Be brief.\n\n" * len(system))
-        assert json.loads(first.splitlines()[-1]) == agent.tools[0].declaration["function"]
-        assert (second, last) == ("<|im_start|>user\ngo", "<|im_start|>assistant\n")
-
-
 @pytest.mark.parametrize(
     ("make_it", "error"),
     [

@@ -66,15 +66,6 @@ def test_a_function_is_called_after_the_answer() -> None:
     assert info["outcomes"][1:] == [["passed", "wrong"], ["crashed", "crashed"]]
 
 
-def test_failures_are_named() -> None:
-    async def fail(program: str, stdin: str) -> tuple[str, str]:
-        return "memory_limit", "4"
-
-    rewards, info = run(judge(DOUBLE, "print(4)", run_program=fail))
-    assert rewards == [False]
-    assert info["outcomes"] == [["memory_limit"] * 2]
-
-
 CHEATS = [
     # says that all is well, in all the ways that tests are known to say it
     "print('PASSED')\nprint('1 passed')\nprint([True])\nimport os\nos._exit(0)",

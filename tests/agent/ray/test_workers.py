@@ -144,6 +144,20 @@ class Load:
         assert num_redone <= self.workers.num_redone
 
 
+def test_a_worker_that_dies_under_load_costs_nothing(loop, workers, scripted):
+    load = Load(workers, scripted)
+    num_lost = workers.num_lost
+
+    async def die_while_loading() -> None:
+        victim = workers.workers[0].pid
+        await workers.publish(number(workers.version + 1, victim=victim))
+        await until(lambda: workers.num_lost > num_lost)
+
+    loop.run(load.during(load.replaced(die_while_loading), at_least=200))
+    assert workers.num_lost == num_lost + 1
+    assert load.oldest
+
+
 @pytest.mark.slow
 @pytest.mark.attack
 def test_losses_of_workers_and_nodes_under_load_cost_nothing(loop, cluster, scripted, tries):

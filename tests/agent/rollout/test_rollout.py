@@ -12,7 +12,6 @@ import torch
 from trajpack.agent.errors import SetupError
 from trajpack.agent.rollout.rollout import Rollout, prepare_rollout
 from trajpack.agent.rollout.settings import RolloutSettings
-from trajpack.agent.runner.runner import EpisodeResult, Progress
 
 torch.set_num_threads(1)
 
@@ -36,20 +35,6 @@ def test_a_file_gives_its_first_questions(tmp_path: Path) -> None:
     few = prepare_rollout(RolloutSettings(dataset=path, num_prompts=2))
     assert [(prompt.id, prompt.task_id) for prompt in few.prompts] == [("q-1", 0), ("q-2", 1)]
     assert len(prepare_rollout(RolloutSettings(dataset=path, num_prompts=9)).prompts) == 5
-
-
-@pytest.mark.usefixtures("warm_judge")
-def test_episodes_give_a_result_for_each_sample(prepared: Rollout) -> None:
-    seen: list[Progress] = []
-
-    async def body() -> list[EpisodeResult]:
-        async with prepared.episodes(on_progress=seen.append) as results:
-            return [result async for result in results]
-
-    results = asyncio.run(body())
-    assert sorted(result.qid for result in results) == ["sum-0@0", "sum-0@1", "sum-1@0", "sum-1@1"]
-    assert [len(path.turns) for result in results for path in result.trajectories] == [2] * 4
-    assert seen[-1].num_finished == 4
 
 
 def test_a_model_the_engine_cannot_run_is_refused(

@@ -25,7 +25,6 @@ RIGHT: dict[str, dict[str, Any]] = {
     "vtrace": {"values": THREE, "logprobs": THREE, "rollout_logprobs": THREE},
 }
 """Estimators, with the arguments that each needs beside rewards and boundaries."""
-DIFFERENTIABLE = [name for name in RIGHT if name != "vtrace"]
 
 SHARED = [
     (TypeError, "rewards must be a tensor, got list", {"rewards": [1.0]}),

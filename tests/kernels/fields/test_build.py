@@ -173,13 +173,6 @@ def test_it_compiles_into_one_graph(dynamic: bool) -> None:
         assert_same_fields(compiled(*inputs), fields(*inputs))
 
 
-def test_the_reference_reads_no_value() -> None:
-    words, runs, returns, _ = random_build_inputs(np.random.default_rng(0), [3, 4])
-    fields = build_reference(words.to("meta"), runs.to("meta"), returns.to("meta"), 7)
-    assert {name: field.dtype for name, field in fields._asdict().items()} == FIELD_DTYPES
-    assert {(field.shape, field.device.type) for field in fields} == {((7,), "meta")}
-
-
 W, R, T, N = random_build_inputs(np.random.default_rng(0), [3, 4])
 
 

@@ -24,7 +24,6 @@ from trajpack.kernels.groups.group_advantages import (
     Rule,
     advantages_of,
     group_advantages,
-    group_advantages_reference,
     members_of,
 )
 from trajpack.kernels.groups.group_advantages_triton import LONG
@@ -275,7 +274,6 @@ def test_it_equals_verl(impl: Any, name: str) -> None:
 OP = torch.ops.trajpack.group_advantages.default
 SCORES = torch.tensor([1.0, 2.0, 4.0])
 IDS = torch.tensor([0, 0, 1])
-META = torch.empty(3, device="meta")
 LEAF = SCORES.clone().requires_grad_()
 WEIGHTED = {"baseline": "length_weighted"}
 
@@ -288,17 +286,6 @@ def test_the_operator_is_registered_right(impl: str, dtype: torch.dtype) -> None
         if impl == "triton":
             members = torch.tensor([0, 2, 3], dtype=torch.int32), torch.arange(3)
         torch.library.opcheck(OP, (SCORES.to(dtype), *members, *arguments))
-
-
-@pytest.mark.parametrize(
-    ("baseline", "scale"),
-    [("mean", "nonzero"), ("second_best", "nonzero"), ("length_weighted", "nonzero"),
-     ("leave_one_out", "leave_one_out_std"), ("none", "std_about_baseline")],
-)  # fmt: skip
-def test_the_reference_reads_no_value(baseline: str, scale: str) -> None:
-    ids = torch.empty(3, dtype=torch.int64, device="meta")
-    rule = Rule(baseline, scale, 1, 0.0, "raw")
-    assert group_advantages_reference(META, ids, 2, rule, ids, ids.bool()).shape == (3,)
 
 
 @pytest.mark.parametrize(

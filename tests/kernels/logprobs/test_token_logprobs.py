@@ -381,44 +381,6 @@ def test_a_call_and_its_gradients_allocate_nothing_larger_than_the_head() -> Non
     assert max(one.nbytes() for one in events) == case.weight.nbytes < 64 * 1200
 
 
-def calls_of(case: Case) -> dict[str, Any]:
-    """Return calls whose results and gradients are the same in every run."""
-    boundaries, tokens = case.support
-    every = (
-        boundaries + torch.arange(len(boundaries)).int(),
-        torch.cat([torch.cat((one, (one.sum() % 7 + 60)[None])) for one in case.allowed]),
-    )
-    teacher = torch.full(tokens.shape, -2.0)
-
-    def divergence() -> tuple[torch.Tensor, ...]:
-        found = token_logprobs(*case.inputs[:3], case.support, bias=case.bias)
-        return *found, topk_kl(*found, teacher, boundaries=boundaries)
-
-    def plain(**options: Any) -> Any:
-        return lambda: token_logprobs(*case.inputs, entropy=True, bias=case.bias, **options)
-
-    return {
-        "tokens": plain(),
-        "support": plain(support=case.support),
-        "every row supported": plain(support=every),
-        "teacher": divergence,
-    }
-
-
-@pytest.mark.parametrize("name", calls_of(Case()))
-def test_repeats_have_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LOGITS_PER_PAIR", {"cpu": 0})
-    case = Case(30, 100, torch.float32)
-    case.allowed = [one % 60 for one in case.allowed]
-    case.allowed = [one.unique() for one in case.allowed]
-    case.lengths = [len(one) for one in case.allowed]
-    call = calls_of(case)[name]
-    first = [*(found := call()), *gradients(found, case)]
-    for _ in range(20):
-        for one, other in zip(first, [*(found := call()), *gradients(found, case)], strict=True):
-            assert_same_bits(one, other)
-
-
 @pytest.mark.parametrize(("whole", "keep"), [(True, 0), (True, 10**6), (False, 10**6)])
 @pytest.mark.parametrize("options", ["plain", "all"])
 def test_the_ops_keep_the_contract_of_torch(

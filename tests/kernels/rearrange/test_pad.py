@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from tests.kernels.rearrange.bits import assert_bits, random_bits
 from trajpack.kernels import validation
 from trajpack.kernels.fields import stretches
-from trajpack.kernels.fields.stretches import SHORT, moved
+from trajpack.kernels.fields.stretches import SHORT
 from trajpack.kernels.rearrange.pad import BITS, pad, unpad
 from trajpack.kernels.rearrange.pad_triton import pad_forward, unpad_forward
 from trajpack.testing import assert_same_bits, boundaries
@@ -277,11 +277,6 @@ def test_the_operators_are_registered_right(impl: Any, dtype: torch.dtype) -> No
     ops = torch.ops.trajpack
     torch.library.opcheck(ops.pad.default, (leaves[0], ends, 4, 1, "left", impl))
     torch.library.opcheck(ops.unpad.default, (leaves[1], ends, 5, "left", impl))
-
-
-def test_the_reference_reads_no_value() -> None:
-    places = torch.empty(3, device="meta", dtype=torch.int64)
-    assert moved(torch.empty(7, 2, device="meta"), places, places, places, 15, 0).shape == (15, 2)
 
 
 X, ENDS = torch.arange(3.0), boundaries([2, 1])

@@ -125,12 +125,6 @@ def test_a_state_of_zero_stays_zero_though_decays_overflow(scan: Recurrence) -> 
     assert_same_bits(states, torch.zeros(300, dtype=torch.float64))
 
 
-def test_the_reference_reads_no_value() -> None:
-    inputs = [tensor.to("meta") for tensor in inputs_of([5, 2])]
-    states = exclusive_scan_reference(*inputs)
-    assert (states.shape, states.dtype, states.device.type) == ((7,), torch.float64, "meta")
-
-
 def test_entries_have_a_segment_and_mark_its_ends() -> None:
     index = EntryIndex(boundaries([0, 2, 0, 1, 0]), 3)
     assert index.segment.tolist() == [1, 1, 3]

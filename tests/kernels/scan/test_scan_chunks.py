@@ -223,20 +223,3 @@ def test_empty_segments_leave_zeros(segments: list[list[str]], impl: str) -> Non
     )
     for rows in credit_scan(scan, "gae", impl):
         assert_same_bits(rows, torch.zeros(20))
-
-
-@pytest.mark.parametrize("observation", OBSERVATIONS)
-def test_the_reference_reads_no_value(observation: str) -> None:
-    scan = case_of().scan
-
-    def moved(field: Any) -> Any:
-        return field.to("meta") if isinstance(field, torch.Tensor) else field
-
-    fields = {name: moved(field) for name, field in scan._asdict().items()}
-    for name in ("logprobs", "rollout_logprobs"):
-        fields[name] = fields["values"]
-    for kind in ("gae", "vtrace"):
-        named = {"kind": kind, "observation": observation}
-        for rows in credit_scan(Scan(**(fields | named)), "gae", "torch"):
-            assert (rows.shape, rows.dtype) == ((scan.num_tokens,), torch.float32)
-            assert rows.device.type == "meta"

@@ -71,17 +71,6 @@ def test_a_plan_is_carried_out_and_outputs_come_back(drawn, layout, alignment, s
     assert_same_bits(batch.merge(plan, outputs, alignment), batch.input_ids + 1)
 
 
-def test_micro_batches_come_one_by_one_and_are_those_of_split():
-    batch = some_batch()
-    plan = plan_micro_batches(batch.seqlens, 100, multiple_of=4)
-    one_by_one = batch.micro_batches(plan)
-    first = next(one_by_one)
-    together = batch.split(plan)
-    for one, other in zip([first, *one_by_one], together, strict=True):
-        for name, tensor in other.tensors().items():
-            assert_same_bits(one.tensors()[name], tensor, name)
-
-
 @pytest.mark.parametrize("alignment", ALIGNMENTS.values(), ids=ALIGNMENTS.keys())
 @pytest.mark.parametrize("shape", [(), (3,)])
 def test_merging_brings_every_token_back_and_its_gradient(alignment, shape):
@@ -163,13 +152,6 @@ def test_turns_end_where_their_sequences_do(drawn, layout):
     assert sum(map(len, ends)) == batch.num_turns
 
 
-def test_a_selection_is_a_copy():
-    batch = some_batch(2)
-    before = batch.input_ids.clone()
-    batch.select([0, 1]).input_ids.fill_(-1)
-    assert_same_bits(batch.input_ids, before)
-
-
 TURN = Turn([1, 2], [3], [-0.5])
 BATCH = pack([Trajectory(name, [TURN]) for name in "abc"], device="cpu")
 PLAN = plan_micro_batches(BATCH.seqlens, 6)
@@ -238,11 +220,6 @@ def test_what_cannot_be_cut_is_refused(call, words, given):
         named = {"tensors": given[2]}
     with pytest.raises(TypeError if is_type else ValueError, match=words):
         call(*places, **named)
-
-
-def test_padding_that_was_planned_for_is_taken():
-    planned = plan_micro_batches(BATCH.seqlens, 6, align=4)
-    assert [one.num_tokens for one in BATCH.split(planned, Alignment(4))] == [4] * 3
 
 
 @pytest.mark.parametrize(

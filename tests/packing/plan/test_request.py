@@ -131,17 +131,6 @@ def test_a_cut_reckons_with_alignment():
     assert dict(plan_micro_batches([9], 11, align=3, **options).truncated) == {}
 
 
-@pytest.mark.parametrize("name", EVERY)
-def test_the_container_of_lengths_does_not_matter(name):
-    lengths = np.random.default_rng(1).integers(1, 100, 200)
-    expected = plan_micro_batches(lengths.tolist(), 256, algorithm=name)
-    containers = (tuple, np.uint8, np.int32, torch.tensor, lambda each: torch.tensor(each).int())
-    for container in containers:
-        plan = plan_micro_batches(container(lengths), 256, algorithm=name)
-        assert plan.order.tolist() == expected.order.tolist()
-        assert plan.cu_bins.tolist() == expected.cu_bins.tolist()
-
-
 def test_lengths_of_any_other_kind_may_begin_with_none():
     for lengths in ([0, 3, 5], torch.tensor([0, 5, 3]), torch.tensor([0]), torch.tensor([0, 0])):
         assert plan_micro_batches(lengths, capacity=16).seqlens.tolist() == list(map(int, lengths))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import takewhile
 from typing import Any
 
@@ -110,15 +109,6 @@ def test_many_micro_batches_are_drawn_as_few_bars() -> None:
     assert np.array(plan["bars"]).sum() == batch.num_tokens == 1500
 
 
-def test_ranks_have_all_pairs(batch: PackedBatch) -> None:
-    ranks = figures_of(batch, num_ranks=3)["ranks"]
-    pairs = np.array([n * (n + 1) // 2 for n in batch.seqlens])
-    for way in ("planned", "in_order"):
-        assert sum(ranks[way]["pairs"]) == pairs.sum()
-        assert sum(ranks[way]["tokens"]) == batch.num_tokens
-    assert max(ranks["planned"]["pairs"]) <= max(ranks["in_order"]["pairs"])
-
-
 def test_groups_and_trajectories_have_their_rewards_and_advantages(batch: PackedBatch) -> None:
     figures = figures_of(batch)
     rows, trajectories = figures["trajectories"]["rows"], batch.unpack()
@@ -164,8 +154,3 @@ def test_a_batch_without_sequences_and_one_without_generated_tokens() -> None:
 def test_wrong_options_are_named(options: dict[str, Any], error: type, words: str) -> None:
     with pytest.raises(error, match=words):
         figures_of(pack(conversations(8)), **options)
-
-
-def test_figures_are_json(batch: PackedBatch) -> None:
-    figures = figures_of(batch)
-    assert json.loads(json.dumps(figures, allow_nan=False))["tokens"] == figures["tokens"]

@@ -10,7 +10,7 @@ rows of `trajpack.pack` with the layout "merged", which a test compares.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -58,26 +58,37 @@ class GrowingRow:
     def append(self, index: int, prompt: npt.NDArray[np.int32], call: Call) -> None:
         """Append the new tokens of a prompt, and what was sampled behind it."""
         begin, middle = self.length, len(prompt)
-        end = middle + len(call.completion_ids)
+        sampled = token_ids(index, call.completion_ids)
+        end = middle + len(sampled)
         if end > len(self.stored.input_ids):
             self.stored = Row(*(np.resize(column, 2 * end) for column in self.stored))
         ids, mask, logprobs, calls = self.stored
-        ids[begin:middle], ids[middle:end] = prompt[begin:], call.completion_ids
+        ids[begin:middle], ids[middle:end] = prompt[begin:], sampled
         mask[begin:middle], mask[middle:end] = False, True
         logprobs[begin:middle], logprobs[middle:end] = 0, call.logprobs
         calls[begin:middle], calls[middle:end] = -1, index
         self.length = end
 
 
+def token_ids(index: int, values: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+    """Return token ids as int32."""
+    ids = np.asarray(values)
+    limit = 2**31
+    if len(ids) and (ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= limit):
+        raise ValueError(f"call {index}: token ids must be integers from 0 to 2^31 - 1, got {ids}")
+    return ids.astype(np.int32)
+
+
 def merge(calls: Iterable[Call]) -> list[Row]:
     """Return the rows of one session's calls, which come in the order in which they were made.
 
     Raises:
-        ValueError: If a prompt is empty, or a call has not one log-probability for each sampled id.
+        ValueError: If a prompt is empty, ids are no token ids, or a call has not one
+            log-probability for each sampled id.
     """
     rows: list[GrowingRow] = []
     for index, call in enumerate(calls):
-        prompt = np.asarray(call.prompt_ids, np.int32)
+        prompt = token_ids(index, call.prompt_ids)
         if not len(prompt) or len(call.completion_ids) != len(call.logprobs):
             counts = len(prompt), len(call.completion_ids), len(call.logprobs)
             raise ValueError(f"call {index}: prompt, sampled ids and log-probabilities: {counts}")

@@ -50,7 +50,7 @@ DIALECTS = (
 """The first whose prompt and completion a record has is taken."""
 ENVELOPES = ("request", "response", "message")
 """Mappings in a record in which keys are looked up too, as in ``choices`` and their messages."""
-CALL_IDS = ("model_call_id", "call_id", "response_id", "request_id")
+CALL_IDS = ("model_call_id", "response_id", "request_id", "meta_info.id")
 VERSIONS = (
     ("version_start", "version_end"),
     ("min_policy_version", "max_policy_version"),
@@ -64,6 +64,7 @@ STOP_REASONS = {
     "stop": "stop",
     "length": "length",
     "max_tokens": "length",
+    "max_output_tokens": "length",
     "tool_calls": "tool",
     "function_call": "tool",
     "abort": "abort",
@@ -217,12 +218,19 @@ def _calls_of(name: str, record: Record) -> list[Call]:
         return [Call(name, places)]
     calls = []
     for place in places:
-        for number, choice in enumerate(_list(_get(place, "choices"))):
-            own = [choice, *_inner(choice, ENVELOPES), *places]
-            calls.append(Call(f"{name}: choices[{number}]", own, number))
-        for number, item in enumerate(_list(_get(place, "output"))):
-            if any(_get(item, dialect.completion) is not None for dialect in DIALECTS):
-                calls.append(Call(f"{name}: output[{number}]", [item, *places], number))
+        for key in ("choices", "response"):  # SGLang answers n > 1 by a list
+            for number, choice in enumerate(_list(_get(place, key))):
+                own = [choice, *_inner(choice, ENVELOPES), *places]
+                calls.append(Call(f"{name}: {key}[{number}]", own, number))
+        items = [
+            Call(f"{name}: output[{number}]", [item, *places])
+            for number, item in enumerate(_list(_get(place, "output")))
+            if any(_get(item, dialect.completion) is not None for dialect in DIALECTS)
+        ]
+        if items:  # a response says once, of its last call, why it ended
+            ending = {"finish_reason": _get(place, "incomplete_details.reason")}
+            items[-1] = items[-1]._replace(places=[ending, *items[-1].places])
+        calls += items
     return calls or [Call(name, places)]
 
 
@@ -253,7 +261,7 @@ def _turns_of(call: Call, fields: Sequence[str]) -> list[Turn]:
         prompt,
         completion,
         logprobs,
-        truncated=reason == "length" if truncated is None else bool(truncated),
+        truncated=reason in ("length", "abort") if truncated is None else bool(truncated),
         version_start=start,
         version_end=end,
         fields={key: _needed(call, key) for key in fields} or None,
@@ -311,7 +319,9 @@ def _logprob_and_id(value: Any) -> tuple[Any, int | None]:
         return value[0], value[1] if len(value) > 1 else None
     if isinstance(value, (int, float)) or value is None:
         return value, None
-    return _get(value, "logprob"), _get(value, "token_id")
+    text = str(_get(value, "token"))  # "token_id:5" by vLLM's return_tokens_as_token_ids
+    token = int(text[9:]) if text.startswith("token_id:") else _get(value, "token_id")
+    return _get(value, "logprob"), token
 
 
 def _versions(call: Call) -> tuple[int, int]:
@@ -324,16 +334,18 @@ def _versions(call: Call) -> tuple[int, int]:
 
 
 def _identity(call: Call, turns: list[Turn]) -> list[Any]:
-    """Return what no other call of the session has: its id or, without one, all its tokens."""
+    """Return what no other call of the session has: id and prompt or, without id, all tokens.
+
+    The id alone is not enough: servers may have one request id for all calls of a session.
+    """
     answers = [place for place in call.places if _get(place, "choices") is not None]
     ids = [call.get(*CALL_IDS), *(_get(answer, "id") for answer in answers)]
     named = next((one for one in ids if one is not None), None)
-    if named is not None:
-        return [(named, call.choice)]
     return [
-        tuple(np.asarray(part).tobytes() for part in parts)
+        (named, call.choice, *(np.asarray(part).tobytes() for part in parts))
         for turn in turns
-        for parts in [(turn.prompt_ids, turn.completion_ids, turn.completion_logprobs)]
+        for sampled in [(turn.completion_ids, turn.completion_logprobs)]
+        for parts in [(turn.prompt_ids, *(sampled if named is None else ()))]
     ]
 
 

@@ -236,6 +236,51 @@ def test_choices_of_one_answer_are_branches() -> None:
         Turn.from_call(answer)
 
 
+def test_only_the_same_call_is_refused_as_logged_twice() -> None:
+    def calls(*records: Any) -> int:
+        [one] = trajectories_from_calls(records, session=None)
+        return len(one.turns)
+
+    turns = [Turn([1, *[2] * size], [3], [-1.0]) for size in range(3)]
+    tools = [gym(turn) for turn in turns]  # a tool's id may be the same in each call
+    for answer in tools:
+        answer["response"]["output"][1] |= {"type": "function_call", "call_id": "functions.add:0"}
+    assert calls(*tools) == 3
+    of_session = [CALL | {"request_id": "a", "prompt_ids": turn.prompt_ids} for turn in turns]
+    assert calls(*of_session) == 3
+    named = [sglang(turns[0]) for _ in "xy"]
+    for answer, name in zip(named, "xy", strict=True):
+        answer["response"]["meta_info"]["id"] = name
+    assert calls(*named) == 2
+    for twice in (tools, of_session, named):
+        with pytest.raises(ValueError, match="is the call of"):
+            calls(*twice, twice[0])
+
+
+def test_answers_of_servers_in_all_their_forms() -> None:
+    turn = Turn([1, 2], [3], [-0.5])
+    several = sglang(turn)
+    several["response"] = [several["response"]] * 2  # n=2, both the same
+    [one] = trajectories_from_calls([several], session=None)
+    assert one.turns[0] == one.turns[1]
+
+    cut = gym(turn)
+    later = gym(Turn([1, 2, 3, 4], [5], [-0.5]))
+    cut["response"]["output"] += later["response"]["output"]
+    cut["response"]["incomplete_details"] = {"reason": "max_output_tokens"}
+    [one] = trajectories_from_calls([cut], session=None)
+    assert [turn.truncated for turn in one.turns] == [False, True]
+    assert Turn.from_call(CALL | {"finish_reason": "abort"}).truncated
+
+    answer = vllm(turn)
+    [token] = answer["choices"][0]["logprobs"]["content"]
+    token["token"] = "token_id:3"
+    assert Turn.from_call(answer) == turn
+    token["token"] = "token_id:4"
+    with pytest.raises(ValueError, match="must be that of token 3, got one of token 4"):
+        Turn.from_call(answer)
+
+
 def test_extra_fields_of_a_record() -> None:
     rows = torch.zeros(4, 2, dtype=torch.uint8)
     turn = Turn.from_call(CALL | {"routed_experts": rows}, fields=["routed_experts"])
@@ -259,6 +304,10 @@ def test_the_merge_of_a_gateway_makes_the_rows_of_a_pack() -> None:
             assert row.call_index.tolist() == batch.turn_ids[start:end].tolist()
     with pytest.raises(ValueError, match=r"call 0: .* \(1, 1, 0\)"):
         merge([Call([1], [2], [])])
+    for ids in ([1.5], ["3"], [-1], [2**31]):
+        for wrong in (Call(ids, [2], [-1.0]), Call([2], ids, [-1.0])):
+            with pytest.raises(ValueError, match="call 0: token ids must be integers from 0"):
+                merge([wrong])
 
 
 def parts(turn: Turn) -> tuple[Any, Any, Any]:

@@ -18,7 +18,6 @@ BROUGHT_BY = {
     "openrlhf": "openrlhf",
     "opentelemetry": "trajpack[metrics]",
     "prometheus_client": "trajpack[metrics]",
-    "pyarrow": "trajpack[log]",
     "ray": "trajpack[ray]",
     "reasoning_gym": "trajpack[reasoning-gym]",
     "rich": "trajpack[cli]",

@@ -51,5 +51,5 @@ TURN_FIELDS = (
     TurnField("stop_reason", "turn_stop_reasons", torch.int8, STOP_REASONS),
 )
 """Each has an attribute of `Turn` and one of `PackedBatch`. The buffer's tables, batches, batch
-files, `unpack`, `TrajectoryArrays` (log, Parquet, Ray) and the equality of turns
+files, `unpack`, `TrajectoryArrays` (log, Ray) and the equality of turns
 loop over this table. Stored files and logs hold the numbers in this order."""

@@ -1,4 +1,4 @@
-"""Trajectories as flat arrays and labels: the serialised form of the log, of Parquet and of Ray."""
+"""Trajectories as flat arrays and labels: the serialised form of the log and of Ray."""
 
 from __future__ import annotations
 

@@ -23,7 +23,6 @@ from trajpack.packing.durable_files import make_folder
 from trajpack.packing.representation import brief_repr
 from trajpack.packing.token_fields import TokenField, check_fields
 from trajpack.packing.trajectory_log.database import LOG, LogFile, Row, locked
-from trajpack.packing.trajectory_log.parquet import write_parquet
 from trajpack.packing.trajectory_log.records import DamagedLogError, Record, decoded_text, encoded
 from trajpack.packing.types import Trajectory
 
@@ -343,19 +342,6 @@ class TrajectoryLog:
         while some := list(islice(records, _FILLED_AT_ONCE)):
             buffer.extend([path for record in some for path in record.arrays.trajectories()])
         return len(buffer) - before
-
-    def export_parquet(self, path: str | os.PathLike[str]) -> None:
-        """Write the episodes that `replay` yields as one Parquet file, for other tools.
-
-        Args:
-            path: Path of the file; an existing one is replaced when the new one is whole.
-
-        Raises:
-            DamagedLogError, OSError: As `replay`, or if the file cannot be written.
-            ImportError: If pyarrow is missing: the extra ``[log]``.
-            ValueError: As `replay`.
-        """
-        write_parquet(Path(path), self._records(), self.fields)
 
     def _rows(self) -> list[tuple[str, Row]]:
         with self._guard:

@@ -365,7 +365,6 @@ def test_a_log_keeps_them(tmp_path):
     with TrajectoryLog.open(tmp_path / "log", fields=FIELDS) as log:
         log.append("one", trajectories)
         log.flush()
-        log.export_parquet(tmp_path / "log.parquet")
     with TrajectoryLog.open(tmp_path / "log") as log:
         assert log.fields == tuple(FIELDS)
         (episode,) = log.replay()

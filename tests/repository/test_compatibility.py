@@ -58,7 +58,7 @@ def test_the_page_has_the_table() -> None:
 
 
 def test_the_oldest_leg_is_of_the_floors() -> None:
-    extras = ("", "agent", "cli", "json", "log", "metrics", "servers", "triton")
+    extras = ("", "agent", "cli", "json", "metrics", "servers", "triton")
     floors = [Requirement(text) for extra in extras for text in required_by(extra)]
     lines = (ROOT / "tests/legs/oldest.txt").read_text().splitlines()[1:]
     pins = {pin.name: pin.specifier for pin in map(Requirement, lines)}

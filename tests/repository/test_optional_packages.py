@@ -60,7 +60,6 @@ ENTRIES = {
     "agent.ray:RolloutWorkers(None, 1)": ("anyio", "trajpack[runner]"),
     "agent.ray:local_cluster(num_cpus=1).__enter__()": ("ray", "trajpack[ray]"),
     "agent:TRLRollout(None, None, [])._generate({}, None)": ("trl", "trl"),
-    "packing:TrajectoryLog.open('log').export_parquet('log.parquet')": ("pyarrow", "trajpack[log]"),
     "packing.adapters.verl:to_data_proto(None)": ("verl", "verl"),
     "packing.adapters.verl:to_tensordict(None)": ("tensordict", "tensordict"),
     "packing.adapters.openrlhf:to_experience(None)": ("openrlhf", "openrlhf"),

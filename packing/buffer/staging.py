@@ -88,11 +88,11 @@ class Staging:
     def send(self, num_words: int, tables: Arrays) -> DeviceRegion:
         """Copy stream and tables to the device in one copy.
 
-        On the host there is no copy: the result shares the memory of the stream, until the next
-        write, and that of the tables. Tables that were sent last are not written again.
+        On the host the result shares the memory of the stream, until the next write; tables are
+        copied, because a batch may be written to. Tables that were sent last are not written again.
         """
         if self.device.type == "cpu":
-            of_host = {name: torch.from_numpy(table) for name, table in tables.items()}
+            of_host = {name: torch.from_numpy(table.copy()) for name, table in tables.items()}
             return DeviceRegion(self.region.words[:num_words], of_host)
         places, end = dict[str, int](), num_words
         for name, table in tables.items():

@@ -141,6 +141,16 @@ def test_packs_of_the_same_are_the_same_bits(layout, impl):
         assert_batches_equal(buffer.pack(layout, impl), first)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_writing_to_a_batch_leaves_the_buffer_and_its_other_batches(layout):
+    buffer = filled(30, "cpu")
+    first, second = buffer.pack(layout), buffer.pack(layout)
+    for tensor in (*first.tensors().values(), *first.tables.group_order, first.tables.runs):
+        tensor.zero_()
+    assert_batches_equal(second, pack(second.unpack(), layout, device="cpu"))
+    assert_batches_equal(buffer.pack(layout), second)
+
+
 def test_attributes_that_a_batch_lacks_are_named():
     batch = filled(3).pack()
     with pytest.raises(AttributeError, match="'PackedBatch' object has no attribute 'advantage'"):

@@ -36,7 +36,8 @@ def labels(  # noqa: D417 - a method of batches
             - ``"drop_last"``: as ``"next"``, with all sequences one token shorter; its inputs
               are ``drop(input_ids, "last")``. The convention of torchtitan and tinker.
         ignore: Value where there is no label.
-        generated_only: Whether the tokens of `loss_mask` have labels, or all but padding.
+        generated_only: Whether the tokens of `loss_mask` have labels, or all but padding: those
+            that `PackedBatch.with_loss_mask` dropped too.
 
     Returns:
         int64 ``[tokens]``; one token less for each sequence with ``"drop_last"``.
@@ -55,7 +56,7 @@ def labels(  # noqa: D417 - a method of batches
         >>> batch.labels("drop_last")
         tensor([-100,    3,    4, -100,    3,    4])
     """
-    counted = batch.loss_mask if generated_only else batch.prompt_mask | batch.loss_mask
+    counted = batch.loss_mask if generated_only else batch.prompt_mask | (batch.turn_ids >= 0)
     own = torch.where(counted, batch.input_ids, ignore)
     if convention == "next":
         return shift(batch, own, "left", ignore)

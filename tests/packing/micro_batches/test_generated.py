@@ -131,9 +131,10 @@ def test_one_loss_serves_rows_dropped_tokens_and_trees(layout: Any, sizes: Any, 
         tokens = torch.cat(spans)  # generated tokens in the order of the turns
         advantages = batch.advantages[tokens].tolist()
         mask = torch.zeros(batch.num_tokens, dtype=torch.bool).index_put((tokens,), mask)
-    before = batch.generated.input_ids
+    before = batch.generated.input_ids, layout != "tree" and batch.labels(generated_only=False)
     batch = batch.with_loss_mask(mask)
-    assert torch.equal(batch.generated.input_ids, before)
+    assert torch.equal(batch.generated.input_ids, before[0])
+    assert layout == "tree" or torch.equal(batch.labels(generated_only=False), before[1])
     assert int(batch.generated.loss_mask.sum()) == sum(keep)
     found = torch.zeros((), dtype=torch.float64)
     for piece in pieces_of(batch, seed):

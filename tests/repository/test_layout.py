@@ -32,7 +32,12 @@ def test_no_bare_name_is_found_in_this_repository(layer):
     # an installed package of that name is another one; -P keeps the working folder off the path
     code = f"import importlib.util; print(importlib.util.find_spec({layer!r}))"
     done = subprocess.run(
-        [sys.executable, "-P", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-P", "-c", code],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert f"{ROOT}/{layer}" not in done.stdout
     # where the working folder is on the path, the folder is at most a namespace without code

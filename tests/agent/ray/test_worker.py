@@ -52,6 +52,9 @@ class Idle:
 
     version = 0
 
+    async def generate(self, request: Any) -> Any:
+        raise AssertionError("it is not asked")
+
 
 @pytest.mark.parametrize(
     ("make_error", "kind", "text"),

@@ -438,11 +438,13 @@ def _beyond(
     """Return where a token's divergence is beyond the bound of its side."""
     size = _divergence(rejection, logprobs, rollout_logprobs)
     rose, fell = logprobs > rollout_logprobs, logprobs < rollout_logprobs
-    above = rose & ~(size <= rejection.high)  # a NaN is beyond every bound
-    below = fell & ~(size <= (rejection.low or rejection.high))
+    above = rose & (size > rejection.high)
+    below = fell & (size > (rejection.low or rejection.high))
     if not rejection.one_sided or advantages is None:
-        return above | below | size.isnan()
-    return torch.where(advantages > 0, above, below)
+        beyond = above | below
+    else:
+        beyond = torch.where(advantages > 0, above, below)
+    return beyond | size.isnan()  # a NaN is beyond every bound, as in verl
 
 
 def _bounded(logs: torch.Tensor, correction: Correction) -> torch.Tensor:

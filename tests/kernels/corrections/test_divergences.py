@@ -63,6 +63,20 @@ def test_tokens_beyond_the_bound_of_their_side_are_rejected(
     assert 0 < sum(expected) < int(columns["loss_mask"].sum())
 
 
+@pytest.mark.parametrize("measure", ["tv", "binary_kl"])
+@pytest.mark.parametrize(("level", "one_sided"), [("token", True), ("token", False), ("any", True)])
+def test_what_is_not_a_number_is_beyond_every_bound(
+    measure: Any, level: Any, one_sided: bool
+) -> None:
+    columns = drawn(1)
+    columns["loss_mask"][:] = True
+    columns["logprobs"][:4], columns["advantages"][:4] = math.nan, torch.tensor([-1.0, 0, 1, 2])
+    cu_seqlens = torch.tensor([0, 4, 400], dtype=torch.int32)
+    rejection = Rejection(5, 5, level, measure, one_sided)
+    weights = weights_of(columns, rejection, segments=cu_seqlens)
+    assert weights.tolist() == [0] * 4 + [1] * 396
+
+
 @pytest.fixture
 def load(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     with stand_ins(*ABSENT[request.param].split()):

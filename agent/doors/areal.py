@@ -9,10 +9,15 @@ from uuid import uuid4
 
 import torch
 
-from trajpack.agent.doors.episode import completion_of, prompt_ids_of, run_episode
+from trajpack.agent.doors.episode import (
+    completion_of,
+    merged_sampling,
+    packed,
+    prompt_ids_of,
+    run_episode,
+)
 from trajpack.agent.protocols import GenerationOutput, Prompt
 from trajpack.packing.adapters.areal import to_padded_dict
-from trajpack.packing.buffer.buffer import pack
 from trajpack.packing.optional import require
 
 
@@ -29,7 +34,8 @@ def rollout_workflow(
         agent: Agent of the episodes. Its ``prompt_ids(messages)`` encodes the prompt; without it
             ``tokenizer`` does.
         environment: Environment of all episodes, or a function that makes one of a data row.
-        gconfig: AReaL's ``GenerationHyperparameters``; the agent's request may ask for less tokens.
+        gconfig: AReaL's ``GenerationHyperparameters``; the agent's request may ask for less
+            tokens and for further stops.
         tokenizer: The tokenizer, which AReaL's request carries.
         messages: Key of the messages in a data row, or of their token ids.
     """
@@ -43,8 +49,8 @@ def rollout_workflow(
             name = uuid4().hex
 
             async def generate(ids: Any, sampling: Any) -> GenerationOutput:
-                most = getattr(sampling, "max_new_tokens", gconfig.max_new_tokens)
-                own = gconfig.new(n_samples=1, max_new_tokens=min(most, gconfig.max_new_tokens))
+                params = merged_sampling(vars(gconfig), sampling, "max_new_tokens")
+                own = gconfig.new(**params | {"n_samples": 1})
                 request = ModelRequest(
                     rid=name, input_ids=list(ids), gconfig=own, tokenizer=tokenizer
                 )
@@ -66,7 +72,7 @@ def rollout_workflow(
             trajectories = await run_episode(
                 agent, environment, Prompt(name, ids), generate, row=data, sampling=gconfig
             )
-            return to_padded_dict(pack(trajectories, device="cpu"))
+            return to_padded_dict(packed(trajectories))
 
     return Workflow()
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from trajpack.agent.engines.function_engine import Completion, FunctionEngine
 from trajpack.agent.protocols import GenerationOutput, Prompt
 from trajpack.agent.runner.runner import RolloutRunner
+from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.buffer.buffer import pack
 from trajpack.packing.rows.layout import pieces_of
 from trajpack.packing.types import Trajectory
@@ -76,7 +77,8 @@ def merged_sampling(params: Mapping[str, Any], sampling: Any, length: str) -> di
         merged[length] = min(most, merged.get(length) or most)
     for name in ("stop", "stop_token_ids"):
         if ends := getattr(sampling, name, None):
-            merged[name] = [*(merged.get(name) or ()), *ends]
+            own = list(merged.get(name) or ())
+            merged[name] = own + [end for end in ends if end not in own]
     return merged
 
 
@@ -137,11 +139,7 @@ def sequences_of(trajectories: Sequence[Trajectory]) -> list[TrainedSequence]:
     """
     if not trajectories:
         return []
-    plain = [
-        replace(one, turns=[replace(turn, fields=None) for turn in one.turns])
-        for one in trajectories
-    ]
-    batch = pack(plain, device="cpu")
+    batch = packed(trajectories)
     columns = {
         "ids": batch.input_ids,
         "mask": batch.loss_mask.int(),
@@ -170,8 +168,24 @@ def sequences_of(trajectories: Sequence[Trajectory]) -> list[TrainedSequence]:
     return sequences
 
 
+def packed(trajectories: Sequence[Trajectory]) -> PackedBatch:
+    """Pack trajectories on the host without their extra fields."""
+    plain = [
+        replace(one, turns=[replace(turn, fields=None) for turn in one.turns])
+        for one in trajectories
+    ]
+    return pack(plain, device="cpu")
+
+
+def packed_episode(trajectories: Sequence[Trajectory]) -> PackedBatch:
+    """Pack the turns of an episode as one trajectory; without trajectories an empty batch."""
+    return packed([joined(trajectories)] if trajectories else [])
+
+
 def joined(trajectories: Sequence[Trajectory]) -> Trajectory:
     """Return the turns of an episode as one trajectory, for trainers that count trajectories."""
+    if not trajectories:
+        raise ValueError("the agent returned no trajectory of an episode, expected one or more")
     turns = [turn for one in trajectories for turn in one.turns]
     return replace(trajectories[0], turns=turns, truncated=is_truncated(trajectories))
 

@@ -10,12 +10,12 @@ from trajpack.agent.doors.episode import (
     completion_of,
     joined,
     merged_sampling,
+    packed,
     prompt_ids_of,
     run_episode,
 )
 from trajpack.agent.protocols import GenerationOutput, Prompt
 from trajpack.packing.adapters.skyrl import TrajectoryID, to_generator_output
-from trajpack.packing.buffer.buffer import pack
 from trajpack.packing.rows.layout import row_trajectories
 
 
@@ -59,7 +59,7 @@ class AgentGenerator:
                 group.create_task(self._episode(*one, params))
                 for one in zip(prompts, ids, extras, strict=True)
             ]
-        batch = pack([joined(episode.result()) for episode in episodes], device="cpu")
+        batch = packed([joined(episode.result()) for episode in episodes])
         return to_generator_output(batch) | {
             "trajectory_ids": [ids[number] for number in row_trajectories(batch)]
         }
@@ -72,7 +72,7 @@ class AgentGenerator:
             output = await self.client.generate(
                 {
                     "prompt_token_ids": [list(ids)],
-                    "sampling_params": merged_sampling(params, sampling, "max_generate_length"),
+                    "sampling_params": merged_sampling(params, sampling, "max_tokens"),
                     "session_ids": [session],
                 }
             )

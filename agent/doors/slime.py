@@ -10,15 +10,16 @@ from typing import Any
 
 from trajpack.agent.doors.episode import (
     completion_of,
-    is_truncated,
     merged_sampling,
+    packed_episode,
     prompt_ids_of,
-    reward_of,
     run_episode,
-    sequences_of,
 )
 from trajpack.agent.protocols import GenerationOutput, Prompt
+from trajpack.packing.adapters.slime import to_samples
 
+TASK_KEYS = {"index", "group_index"}
+"""Keys of a sample that stay as slime filled them, also with ``None``."""
 Post = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
@@ -42,14 +43,12 @@ def generate_function(
 
     async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> list[Any]:
         url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
-        served: list[str] = []  # versions as the server names them
 
         async def ask(ids: Any, sampling: Any) -> GenerationOutput:
             params = merged_sampling(sampling_params, sampling, "max_new_tokens")
             payload = {"input_ids": list(ids), "sampling_params": params, "return_logprob": True}
             meta = (await post(url, payload))["meta_info"]
             rows, version = meta["output_token_logprobs"], str(meta.get("weight_version", ""))
-            served.append(version)
             number = int(version) if version.isdecimal() else 0
             return completion_of(
                 ids,
@@ -69,16 +68,13 @@ def generate_function(
             agent, environment, prompt, ask, row=sample, sampling=sampling_params
         )
         made = []
-        for sequence in sequences_of(trajectories):
+        for fields in to_samples(packed_episode(trajectories), like=sample):
+            if not any(fields["loss_mask"]):
+                continue
             part = copy(sample)
-            part.tokens = sequence.prompt_ids + sequence.response_ids
-            part.response_length = len(sequence.response_ids)
-            part.response = tokenizer.decode(sequence.response_ids)
-            part.loss_mask, part.rollout_log_probs = sequence.response_mask, sequence.logprobs
-            part.reward, part.rollout_id = reward_of(trajectories), sample.index
-            part.weight_versions = list(served)
-            name = "TRUNCATED" if is_truncated(trajectories) else "COMPLETED"
-            part.status = getattr(type(sample).Status, name)
+            vars(part).update((key, fields[key]) for key in fields.keys() - TASK_KEYS)
+            part.response = tokenizer.decode(part.tokens[-part.response_length :])
+            part.status = getattr(type(sample).Status, part.status.upper())
             made.append(part)
         return made
 
@@ -99,7 +95,7 @@ def post_process_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float]
     episodes: defaultdict[Any, dict[Any, float]] = defaultdict(dict)
     for index, (sample, reward) in enumerate(zip(samples, raw, strict=True)):
         rollout = getattr(sample, "rollout_id", None)
-        key = index if rollout is None else rollout
+        key = ("sample", index) if rollout is None else rollout
         if episodes[sample.group_index].setdefault(key, reward) != reward:
             raise ValueError(f"samples of rollout {key} have different rewards")
     scores = []

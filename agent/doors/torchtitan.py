@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trajpack.agent.doors.episode import completion_of, is_truncated, run_episode
+from trajpack.agent.doors.episode import completion_of, is_truncated, merged_sampling, run_episode
 from trajpack.agent.protocols import GenerationOutput, Prompt
 from trajpack.packing.optional import require
 from trajpack.packing.types import Trajectory
@@ -36,15 +36,16 @@ def rollouter_class(agent: Any, environment: Any) -> type:
         ) -> Rollout:
             calls = 0
 
-            async def generate(ids: Any, _: Any) -> GenerationOutput:
+            async def generate(ids: Any, request: Any) -> GenerationOutput:
                 nonlocal calls
                 name = RolloutTurnID(group_id=group_id, rollout_id=rollout_id, turn_id=calls)
                 calls += 1
+                params = merged_sampling(vars(sampling), request, "max_tokens")
                 completion = await generate_fn(
                     prompt_token_ids=list(ids),
                     request_id=name.to_string(),
                     routing_session_id=name.to_string(include_turn=False),
-                    sampling_config=sampling,
+                    sampling_config=type(sampling)(**params),
                 )
                 return completion_of(
                     ids,

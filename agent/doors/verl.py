@@ -8,14 +8,13 @@ from uuid import uuid4
 from trajpack.agent.doors.episode import (
     completion_of,
     merged_sampling,
+    packed_episode,
     prompt_ids_of,
-    reward_of,
     run_episode,
-    sequences_of,
 )
 from trajpack.agent.protocols import GenerationOutput, Prompt
+from trajpack.packing.adapters.verl import to_agent_loop_outputs
 from trajpack.packing.optional import require
-from trajpack.packing.types import Trajectory
 
 
 def agent_loop(name: str, agent: Any, environment: Any) -> type:
@@ -26,8 +25,8 @@ def agent_loop(name: str, agent: Any, environment: Any) -> type:
     set ``rollout.agent.default_agent_loop`` or the column ``agent_name`` of the data to the name.
     Set ``rollout.calculate_log_probs``.
 
-    An episode has an ``AgentLoopOutput`` for each of its sequences. The last has the reward of the
-    episode; verl copies it to the others and counts the episode once.
+    An episode has an ``AgentLoopOutput`` for each sequence in which a token was sampled. Each has
+    the reward of the episode, and verl counts the episode once.
 
     Args:
         name: Name in verl's registry.
@@ -75,31 +74,9 @@ def agent_loop(name: str, agent: Any, environment: Any) -> type:
             )
             return [
                 AgentLoopOutput(metrics=AgentLoopMetrics(), **fields)
-                for fields in _outputs(trajectories)
+                for outputs in to_agent_loop_outputs(packed_episode(trajectories))
+                for fields in outputs
+                if any(fields["response_mask"])
             ]
 
     return Loop
-
-
-def _outputs(trajectories: list[Trajectory]) -> list[dict[str, Any]]:
-    """Return the fields of an output for each sequence; the last has the reward."""
-    outputs: list[dict[str, Any]] = [
-        {
-            "prompt_ids": sequence.prompt_ids,
-            "response_ids": sequence.response_ids,
-            "response_mask": sequence.response_mask,
-            "response_logprobs": sequence.logprobs,
-            "num_turns": 2 * sequence.num_turns,
-            "extra_fields": {
-                "min_global_steps": sequence.versions[0],
-                "max_global_steps": sequence.versions[1],
-                "turn_scores": [],
-                "tool_rewards": [],
-                "reward_extra_info": {},  # verl copies it from the last
-            },
-        }
-        for sequence in sequences_of(trajectories)
-    ]
-    if outputs:
-        outputs[-1]["reward_score"] = reward_of(trajectories)
-    return outputs

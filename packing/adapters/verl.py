@@ -136,7 +136,8 @@ def to_agent_loop_outputs(batch: PackedBatch) -> list[list[dict[str, Any]]]:
 
     Of a trajectory whose history was rewritten the list has several, as verl's V1 trainer takes
     them. All have the trajectory's reward, as verl's own copies of it. verl refuses an output
-    without ``metrics``, which are the caller's. Not carried: rewards of single turns.
+    without ``metrics``, which are the caller's, and copies ``reward_extra_info``, empty here, from
+    the last. Not carried: rewards of single turns.
 
     Example:
         >>> from trajpack import Trajectory, Turn, pack
@@ -164,6 +165,7 @@ def to_agent_loop_outputs(batch: PackedBatch) -> list[list[dict[str, Any]]]:
     for row, trajectory in enumerate(rows.trajectories):
         output = {key: values[row] for key, values in columns.items()}
         extra = {key: labels[key][row] for key in ("min_global_steps", "max_global_steps")}
+        extra |= {"turn_scores": [], "tool_rewards": [], "reward_extra_info": {}}
         extra |= {name: pieces[row] for name, pieces in whole.items()}
         routes = extra.pop("routed_experts", None)
         output["routed_experts"] = None if routes is None else routes.numpy()

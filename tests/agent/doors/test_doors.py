@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +33,19 @@ from trajpack.agent.errors import EpisodeError
 from trajpack.agent.protocols import SamplingParams
 from trajpack.packing.adapters.areal import to_padded_dict
 
+
+async def asking(prompt: Any, env: Any, generate: Any, **stops: Any) -> list[Trajectory]:
+    """`forgetful` with a shorter length, stops, and a field of its own."""
+    sampling = SamplingParams(max_new_tokens=4, **stops)
+
+    async def shorter(ids: Any) -> Any:
+        return replace(await generate(ids, sampling), fields={"note": torch.zeros(1)})
+
+    return await forgetful(prompt, env, shorter)
+
+
+brief = partial(asking, stop=(".",), stop_token_ids=(9,))
+short = partial(asking, stop_token_ids=(9,))
 TOKENIZER = SimpleNamespace(eos_token_id=EOS, decode=str, apply_chat_template=None)
 TOKENIZER.apply_chat_template = lambda messages, **options: PROMPT
 MESSAGES = [{"role": "user", "content": "2+3?"}]
@@ -61,7 +77,8 @@ def test_verl_trains_each_sequence_and_counts_the_episode_once(verl: Any) -> Non
     assert [output.response_ids for output in outputs] == [one.response_ids for one in EXPECTED]
     assert [output.response_mask for output in outputs] == [one.response_mask for one in EXPECTED]
     assert [output.response_logprobs for output in outputs] == [one.logprobs for one in EXPECTED]
-    assert [output.reward_score for output in outputs] == [None, sum(REWARDS)]
+    assert [output.num_turns for output in outputs] == [4, 2]
+    assert [output.reward_score for output in outputs] == [sum(REWARDS)] * 2
     for output in outputs:  # verl's own conversion, and the keys that it copies
         assert output.as_dict()["rollout_log_probs"].dtype == torch.float32
         assert output.extra_fields["reward_extra_info"] == {}
@@ -85,11 +102,13 @@ def test_verl_without_log_probabilities_says_what_to_set(verl: Any) -> None:
 def test_areal_takes_the_rows_of_a_workflow(areal: Any) -> None:
     api = areal.load("areal.api.workflow_api")
     io = areal.load("areal.api.io_struct")
-    gconfig = SimpleNamespace(max_new_tokens=8)
+    gconfig = SimpleNamespace(max_new_tokens=8, stop_token_ids=[EOS], stop=None, n_samples=4)
     gconfig.new = lambda **changes: SimpleNamespace(**vars(gconfig) | changes)
+    asked = []
 
     class Engine:
         async def agenerate(self, request: Any) -> Any:
+            asked.append(request.gconfig)
             tokens, logprobs = sampled(request.input_ids)
             return io.ModelResponse(
                 input_tokens=request.input_ids,
@@ -99,7 +118,7 @@ def test_areal_takes_the_rows_of_a_workflow(areal: Any) -> None:
                 stop_reason="stop",
             )
 
-    workflow = rollout_workflow(forgetful, None, gconfig, TOKENIZER)
+    workflow = rollout_workflow(brief, None, gconfig, TOKENIZER)
     assert isinstance(workflow, api.RolloutWorkflow)
     rows = asyncio.run(workflow.arun_episode(Engine(), {"messages": MESSAGES}))
 
@@ -107,6 +126,9 @@ def test_areal_takes_the_rows_of_a_workflow(areal: Any) -> None:
     assert rows.keys() == expected.keys()
     for name in ("input_ids", "loss_mask", "logprobs", "rewards", "attention_mask"):
         torch.testing.assert_close(rows[name], expected[name], rtol=0, atol=0)
+    for one in asked:
+        assert (one.n_samples, one.max_new_tokens) == (1, 4)
+        assert (one.stop, one.stop_token_ids) == (["."], [EOS, 9])
     assert set(rows["versions"].unique().tolist()) == {-1, 0, 5, 6}  # 0 is padding
 
 
@@ -115,6 +137,7 @@ def test_skyrl_accepts_the_output_of_the_generator(skyrl: Any) -> None:
 
     class Client:
         async def generate(self, request: Any) -> dict[str, Any]:
+            assert request["sampling_params"]["max_tokens"] == 4
             tokens, logprobs = sampled(request["prompt_token_ids"][0])
             return {
                 "response_ids": [tokens],
@@ -123,8 +146,9 @@ def test_skyrl_accepts_the_output_of_the_generator(skyrl: Any) -> None:
             }
 
     names = [SimpleNamespace(instance_id="2+3", repetition_id=number) for number in range(2)]
-    batch = {"prompts": [MESSAGES] * 2, "trajectory_ids": names, "sampling_params": {}}
-    generator = AgentGenerator(forgetful, None, TOKENIZER, Client())
+    params = {"min_tokens": 1, "max_tokens": 8, "stop": None}  # of get_vllm_sampling_params
+    batch = {"prompts": [MESSAGES] * 2, "trajectory_ids": names, "sampling_params": params}
+    generator = AgentGenerator(brief, None, TOKENIZER, Client())
     output = asyncio.run(generator.generate(batch))
 
     utils.validate_generator_output(2, output, step_wise=True)
@@ -138,6 +162,12 @@ def test_skyrl_accepts_the_output_of_the_generator(skyrl: Any) -> None:
         if is_last
     ]
     assert last == [sum(REWARDS)] * 2
+
+    async def silent(prompt: Any, env: Any, generate: Any) -> list[Trajectory]:
+        return []
+
+    with pytest.raises(ValueError, match="returned no trajectory of an episode"):
+        asyncio.run(AgentGenerator(silent, None, TOKENIZER, Client()).generate(batch))
 
 
 def test_openrlhf_takes_an_episode_of_one_sequence(openrlhf: Any) -> None:
@@ -170,9 +200,10 @@ def test_openrlhf_takes_an_episode_of_one_sequence(openrlhf: Any) -> None:
 def test_torchtitan_takes_the_turns_of_a_rollouter(peer: Any) -> None:
     titan = peer("torchtitan")
     types = titan.load("torchtitan.experiments.rl.rollout.types")
-    rollouter_type = rollouter_class(forgetful, None)
+    rollouter_type = rollouter_class(short, None)
 
-    async def generate_fn(*, prompt_token_ids: Any, **request: Any) -> Any:
+    async def generate_fn(*, prompt_token_ids: Any, sampling_config: Any, **request: Any) -> Any:
+        assert sampling_config == SimpleNamespace(max_tokens=4, stop_token_ids=[EOS, 9])
         tokens, logprobs = sampled(prompt_token_ids)
         return SimpleNamespace(
             token_ids=tokens,
@@ -187,9 +218,10 @@ def test_torchtitan_takes_the_turns_of_a_rollouter(peer: Any) -> None:
             return SimpleNamespace(next_prompt_token_ids=PROMPT)
 
     rollouter = object.__new__(rollouter_type)
+    sampling = SimpleNamespace(max_tokens=8, stop_token_ids=[EOS])
     rollout = asyncio.run(
         rollouter._run_single_rollout(
-            generate_fn=generate_fn, env=Env(), sampling=None, group_id=5, rollout_id=1
+            generate_fn=generate_fn, env=Env(), sampling=sampling, group_id=5, rollout_id=1
         )
     )
     assert isinstance(rollout, types.Rollout)
@@ -214,11 +246,13 @@ class Sample(SimpleNamespace):
 
 
 def test_slime_gets_a_sample_for_each_sequence_of_a_rollout() -> None:
+    calls = itertools.count(1)
+
     async def post(url: str, payload: dict[str, Any]) -> dict[str, Any]:
         assert url == "http://host:1/generate"
         tokens, logprobs = sampled(payload["input_ids"])
         rows = [[value, token, None] for value, token in zip(logprobs, tokens, strict=True)]
-        meta = {"output_token_logprobs": rows, "weight_version": "7"}
+        meta = {"output_token_logprobs": rows, "weight_version": str(len(tokens) + next(calls))}
         return {"meta_info": meta | {"finish_reason": {"type": "stop"}}}
 
     generate = slime_door.generate_function(forgetful, None, TOKENIZER, post)
@@ -230,11 +264,16 @@ def test_slime_gets_a_sample_for_each_sequence_of_a_rollout() -> None:
     assert [one.loss_mask for one in made] == [one.response_mask for one in EXPECTED]
     assert [one.rollout_log_probs for one in made] == [one.logprobs for one in EXPECTED]
     assert [one.rollout_id for one in made] == [3, 3]
-    assert {one.status for one in made} == {"completed"}
+    assert [one.weight_versions for one in made] == [["4", "5"], ["6"]]  # of its own turns
+    assert [one.response for one in made] == [str(one.response_ids) for one in EXPECTED]
+    assert {(one.status, one.index, one.group_index) for one in made} == {("completed", 3, 0)}
     other = Sample(group_index=0, rollout_id=4, reward=0.0)
     raw, scores = slime_door.post_process_rewards(SimpleNamespace(), [*made, other])
     assert raw == [1.0, 1.0, 0.0]
     assert scores == pytest.approx([0.70710578, 0.70710578, -0.70710578])  # 0.5 / (0.5**0.5 + 1e-6)
+    alone = Sample(group_index=0, rollout_id=None, reward=0.0)  # its place is another's rollout
+    taken = Sample(group_index=0, rollout_id=0, reward=1.0)
+    assert slime_door.post_process_rewards(SimpleNamespace(), [alone, taken])[0] == [0, 1]
     made[0].reward = 2.0
     with pytest.raises(ValueError, match="samples of rollout 3 have different rewards"):
         slime_door.post_process_rewards(SimpleNamespace(), made)
@@ -246,6 +285,7 @@ def test_sampling_has_the_length_of_the_agent_and_the_rest_of_the_trainer() -> N
     merged = merged_sampling(params, own, "max_tokens")
     assert merged == {"temperature": 0.5, "max_tokens": 8, "stop": ["a", "b"]}
     assert merged_sampling(params, params, "max_tokens") == params
+    assert merged_sampling(merged, own, "max_tokens") == merged
 
 
 def test_prompts_are_encoded_by_the_agent_the_template_or_not_at_all() -> None:

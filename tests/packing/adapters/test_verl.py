@@ -281,6 +281,8 @@ def test_sequences_of_a_trajectory_are_the_outputs_of_one_session(verl, layout):
             ]
             for outputs in to_agent_loop_outputs(batch)
         ]
+        # verl's V1 trainer copies it from the last output of a session
+        assert all(one.extra_fields["reward_extra_info"] == {} for of in sessions for one in of)
         tensors = to_data_proto_dict(batch, scores="last")["tensors"]
         rows = [output.as_dict() for outputs in sessions for output in outputs]
         for index, row in enumerate(rows):

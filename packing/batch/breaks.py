@@ -84,8 +84,8 @@ reason='stripped', removed=1, added=0),)
 
 def _breaks(batch: PackedBatch) -> Iterator[PrefixBreak]:
     ids, starts = batch.input_ids.cpu().numpy(), batch.host_lengths.starts
-    compared = [batch.fields[one.name] for one in batch.token_fields if not one.generated_only]
-    columns = [ids, *map(_bits, compared)]
+    compared = [one for one in batch.token_fields if not (one.generated_only or one.new_only)]
+    columns = [ids, *(_bits(batch.fields[one.name]) for one in compared)]
     ends = batch.turn_spans[:, 1].cpu().numpy() - starts[batch.turn_sequence.cpu().numpy()]
     prompts = batch.turn_spans[:, 0].tolist()
     begins, sequences = batch.turn_begin.tolist(), batch.turn_sequence.tolist()

@@ -112,6 +112,16 @@ def test_rows_of_a_field_break_a_prefix():
     assert found == PrefixBreak(0, 1, 0, 1, 2, 2, "fields", None, None)
 
 
+def test_rows_of_new_tokens_alone_break_no_prefix():
+    routes = TokenField("routes", torch.uint8, (), generated_only=False, new_only=True)
+    found = the_break(
+        ([1, 2], [3], ("routes", [0, 0, 0])),
+        ([1, 2, 4], [5], ("routes", [0, 1, 0, 0])),  # computed again, with other rows
+        fields=[routes],
+    )
+    assert found == PrefixBreak(0, 1, 0, 2, 3, 4, "left", None, None)
+
+
 @given(
     removed=st.integers(0, 60),
     added=st.integers(0, 60),

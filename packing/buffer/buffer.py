@@ -145,7 +145,7 @@ class TrajectoryBuffer:
         self._stored = Stored.empty(self.fields)
         self._packed: Packed | None = None
         self._worker: ThreadPoolExecutor | None = None
-        self._last: Future[None] | None = None
+        self._last: Future[Signs] | None = None
 
     def __len__(self) -> int:
         """Number of stored trajectories."""
@@ -206,8 +206,9 @@ class TrajectoryBuffer:
             return
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, "trajpack-buffer")
-        self._last = self._worker.submit(self._take, (trajectory,))
-        await asyncio.shield(asyncio.wrap_future(self._last))
+        call = self._stored, self._staging, (trajectory,), self.fields, self.capacity
+        self._last = self._worker.submit(take, *call)
+        _warn(await asyncio.shield(asyncio.wrap_future(self._last)), 3)
 
     def extend(self, trajectories: Iterable[Trajectory]) -> None:
         """Check trajectories and store the new tokens of their turns.

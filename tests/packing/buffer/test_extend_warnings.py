@@ -1,11 +1,13 @@
 """Warnings of `TrajectoryBuffer.extend`: what is unusual, and its remedy."""
 
+import asyncio
 import warnings
 
 import pytest
 import torch
 
 from trajpack import TokenField, Trajectory, TrajectoryBuffer, Turn, pack
+from trajpack.packing.buffer import buffer as buffer_module
 
 pytestmark = pytest.mark.usefixtures("either_take")
 
@@ -18,6 +20,19 @@ def trajectory(*logprobs):
 def test_positive_log_probabilities_are_warned_of_at_the_callers_line(add):
     with pytest.warns(UserWarning, match="positive numbers.*give the natural logarithm") as caught:
         add(trajectory(-0.5, 0.5))
+    (warning,) = caught
+    assert warning.filename == __file__
+
+
+@pytest.mark.parametrize("long", [0, 100])
+def test_an_event_loop_is_warned_at_the_line_that_awaits(monkeypatch, long):
+    monkeypatch.setattr(buffer_module, "LONG", long)
+
+    async def main():
+        await TrajectoryBuffer(device="cpu").aadd(trajectory(0.5))
+
+    with pytest.warns(UserWarning, match="positive numbers") as caught:
+        asyncio.run(main())
     (warning,) = caught
     assert warning.filename == __file__
 

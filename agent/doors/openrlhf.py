@@ -77,8 +77,9 @@ class AgentExecutor:
             ids = hf_tokenizer(text=prompt, add_special_tokens=False)["input_ids"]
         else:
             ids = prompt_ids_of(self.agent, hf_tokenizer, prompt)
+        options = {"row": label, "sampling": sampling_params}
         trajectories = await run_episode(
-            self.agent, self.environment, Prompt(uuid4().hex, ids), generate, row=label
+            self.agent, self.environment, Prompt(uuid4().hex, ids), generate, **options
         )
         sequences, reward = sequences_of(trajectories), reward_of(trajectories)
         if len(sequences) != 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from trajpack.agent.doors.episode import completion_of, is_truncated, merged_sampling, run_episode
@@ -84,7 +85,15 @@ def rollouter_class(agent: Any, environment: Any) -> type:
 
 
 def _turns(trajectories: list[Trajectory]) -> list[dict[str, Any]]:
-    """Return the fields of torchtitan's turn for each turn."""
+    """Return the fields of torchtitan's turn for each turn in which a token was sampled.
+
+    torchtitan refuses others; their rewards go to the last turn.
+    """
+    turns = [turn for one in trajectories for turn in one.turns]
+    sampled = [turn for turn in turns if len(turn.completion_ids)]
+    if sampled:
+        silent = sum(turn.reward for turn in turns if not len(turn.completion_ids))
+        sampled[-1] = replace(sampled[-1], reward=sampled[-1].reward + silent)
     return [
         {
             "prompt_token_ids": [int(id) for id in turn.prompt_ids],
@@ -94,6 +103,5 @@ def _turns(trajectories: list[Trajectory]) -> list[dict[str, Any]]:
             "max_policy_version": turn.version_end,
             "env_rewards": {"environment": float(turn.reward)},
         }
-        for one in trajectories
-        for turn in one.turns
+        for turn in sampled
     ]

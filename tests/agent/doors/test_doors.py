@@ -22,7 +22,7 @@ from tests.agent.doors.episodes import (
     plain,
     sampled,
 )
-from trajpack import Trajectory, pack
+from trajpack import Trajectory, Turn, pack
 from trajpack.agent.doors import openrlhf as openrlhf_door, slime as slime_door
 from trajpack.agent.doors.areal import rollout_workflow
 from trajpack.agent.doors.episode import merged_sampling, prompt_ids_of
@@ -172,9 +172,11 @@ def test_skyrl_accepts_the_output_of_the_generator(skyrl: Any) -> None:
 
 def test_openrlhf_takes_an_episode_of_one_sequence(openrlhf: Any) -> None:
     base = openrlhf.load("openrlhf.utils.agent").AgentExecutorBase
+    asked: list[int] = []
 
     class Engine:
         async def generate(self, ids: Any, params: Any) -> Any:
+            asked.append(params.max_tokens)
             tokens, logprobs = sampled(ids)
             rows = [
                 {token: SimpleNamespace(logprob=value)}
@@ -186,8 +188,9 @@ def test_openrlhf_takes_an_episode_of_one_sequence(openrlhf: Any) -> None:
     class Executor(openrlhf_door.AgentExecutor, base):
         pass
 
-    arguments = (PROMPT, "5", SimpleNamespace(max_tokens=9), 64, TOKENIZER, Engine())
+    arguments = (PROMPT, "5", SimpleNamespace(max_tokens=9), 512, TOKENIZER, Engine())
     row = asyncio.run(Executor(plain, None).execute(*arguments))
+    assert asked == [512 - 3, 512 - 7]  # all that is left, as OpenRLHF's own executor
     first = PROMPT + sampled(PROMPT)[0]
     assert row["observation_tokens"] == [*first, 41, *sampled([*first, 41])[0]]
     assert row["action_ranges"] == [(3, 6), (7, 10)]
@@ -234,6 +237,37 @@ def test_torchtitan_takes_the_turns_of_a_rollouter(peer: Any) -> None:
     ]
     [score] = asyncio.run(rollouter.score_group([rollout], None))
     assert score.reward == sum(REWARDS)
+
+
+def test_torchtitan_gets_no_turn_without_a_token(peer: Any) -> None:
+    peer("torchtitan").load("torchtitan.experiments.rl.rollout.types")
+
+    async def ended_by_abort(prompt: Any, env: Any, generate: Any) -> list[Trajectory]:
+        [one] = await plain(prompt, env, generate)
+        silent = Turn(one.turns[-1].prompt_ids, [], [], reward=0.5)
+        return [replace(one, turns=[silent, *one.turns, silent])]
+
+    async def generate_fn(*, prompt_token_ids: Any, **request: Any) -> Any:
+        tokens, logprobs = sampled(prompt_token_ids)
+        answer = SimpleNamespace(token_ids=tokens, token_logprobs=logprobs, finish_reason="stop")
+        answer.min_policy_version = answer.max_policy_version = 3
+        return answer
+
+    async def init() -> Any:
+        return SimpleNamespace(next_prompt_token_ids=PROMPT)
+
+    rollouter = object.__new__(rollouter_class(ended_by_abort, None))
+    rollout = asyncio.run(
+        rollouter._run_single_rollout(
+            generate_fn=generate_fn,
+            env=SimpleNamespace(init=init),
+            sampling=SimpleNamespace(max_tokens=8),
+            group_id=5,
+            rollout_id=1,
+        )
+    )
+    assert [turn.env_rewards["environment"] for turn in rollout.turns] == [0.0, 2.0]
+    assert all(turn.completion_token_ids for turn in rollout.turns)
 
 
 class Sample(SimpleNamespace):

@@ -160,7 +160,9 @@ class AgentRolloutWorker:
         from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
         batch = pack(trajectories, device="cpu").with_advantages(self._estimator)
-        version = int(batch.policy_versions[batch.loss_mask].min())
+        versions = batch.policy_versions[batch.loss_mask].tolist()
+        if not versions:  # no episode of the group sampled a token
+            return
         self._num_groups += 1
         reward = float(batch.turn_rewards.sum()) / len(trajectories)
         for columns in to_async_samples(batch):
@@ -171,7 +173,7 @@ class AgentRolloutWorker:
                 | {
                     "group_id": self._num_groups,
                     "metrics": {"reward": reward},
-                    "model_version": version,
+                    "model_version": min(versions),
                     "enqueued_at": time.time(),
                 },
             )

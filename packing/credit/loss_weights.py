@@ -21,7 +21,7 @@ from trajpack.kernels.corrections.loss_weights import (
 from trajpack.kernels.corrections.slots import Places
 from trajpack.kernels.credit.turns import Turns, spread
 from trajpack.kernels.dispatch import Impl, resolve_impl
-from trajpack.kernels.validation import check_choice
+from trajpack.kernels.validation import check_choice, check_tensor
 
 if TYPE_CHECKING:
     from trajpack.packing.credit.advantages import Batch
@@ -132,7 +132,9 @@ def importance_weights(  # noqa: D417 - a method of batches
     """Return importance weights of the policy of ``logprobs`` over the sampling policy.
 
     Args:
-        logprobs: float32 ``[tokens]`` of the trained policy before its update.
+        logprobs: float32 ``[tokens]`` of the trained policy before its update. Those of generated
+            tokens alone, as of ``LMHead``, go to `trajpack.kernels.importance_weights` with the
+            columns of ``generated``.
         correction: Rule for the ratios to `rollout_logprobs`, such as ``Correction.tis(2.0)``.
         per: Segments of ``correction``, if it has any.
         metrics: Whether to measure; without it they are ``[0]``.
@@ -155,6 +157,7 @@ def importance_weights(  # noqa: D417 - a method of batches
         owners, num_slots = batch.tables.group_order.owners, batch.cu_turns.shape[0] - 1
     places = Places(None, batch.turn_ids, owners, batch.num_turns, num_slots)
     tokens = logprobs, batch.rollout_logprobs, batch.loss_mask
+    check_tensor("importance_weights", "logprobs", logprobs, entries=batch.loss_mask.shape[0])
     check_weighed(*tokens, correction)
     return weigh_tokens(
         *tokens, correction, places, advantages=batch.advantages, metrics=metrics, impl=impl

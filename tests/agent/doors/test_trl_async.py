@@ -13,7 +13,7 @@ from datasets import Dataset
 from torch.nn import functional
 from transformers import AttentionInterface
 
-from trajpack import Trajectory
+from trajpack import Trajectory, Turn
 from trajpack.agent.doors.trl_async import AgentRolloutWorker
 from trajpack.agent.models.tiny_model import build_tiny_model
 from trajpack.agent.protocols import Prompt, SamplingParams
@@ -117,6 +117,15 @@ def test_the_asynchronous_trainer_learns_from_our_episodes(
     moved = [name for name, weight in before.items() if not weight.equal(sent[name])]
     assert len(moved) == len(before)
     assert not worker._thread.is_alive()
+
+
+@pytest.mark.filterwarnings("ignore")  # TRL's own
+def test_a_group_without_a_sampled_token_gives_no_sample(trl: Any) -> None:
+    worker = AgentRolloutWorker(None, agent, None, [])
+    silent = Trajectory("a", [Turn([1], [], [])], group="g")
+    assert list(worker._samples([silent])) == []
+    spoken = Trajectory("b", [Turn([1], [2], [-1.0], version_start=3, version_end=3)], group="g")
+    assert {sample.model_version for sample in worker._samples([silent, spoken])} == {3}
 
 
 def test_a_worker_whose_rollouts_fail_says_so() -> None:

@@ -97,7 +97,9 @@ def test_wrong_input_is_named():
     with pytest.raises(ValueError, match="per must be one of 'trajectory', 'turn', got 'token'"):
         batch.importance_weights(logprobs, Correction(), per="token")
     for correction in (Correction.tis(), Correction.mis()):
-        with pytest.raises(ValueError, match="must have one entry for each of"):
+        with pytest.raises(
+            ValueError, match="importance_weights: logprobs must have one entry for each of"
+        ):
             batch.importance_weights(logprobs[1:], correction)
         with pytest.raises(TypeError, match="logprobs must be"):
             batch.importance_weights(logprobs.long(), correction)

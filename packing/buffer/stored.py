@@ -223,5 +223,7 @@ class Stored(NamedTuple):
             numbers=tuple(turns[field.attribute].copy() for field in TURN_FIELDS),
             spans=np.array(spans, np.int64).reshape(-1, 4),
             rows=tuple(np.frombuffer(bytes(column), np.int64) for column in self.rows),
-            values=tuple(np.frombuffer(bytes(column), np.int64) for column in self.values),
+            values=tuple(
+                np.frombuffer(bytes(column), np.int64, len(turns)) for column in self.values
+            ),
         )

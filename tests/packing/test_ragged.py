@@ -24,6 +24,7 @@ from trajpack import (
     plan_micro_batches,
     save,
 )
+from trajpack.packing.buffer.stored import Labels
 from trajpack.packing.buffer.trajectory_arrays import TrajectoryArrays
 from trajpack.packing.ragged import Ragged
 from trajpack.testing import trajectory_lists
@@ -218,6 +219,22 @@ def test_a_mask_is_the_support_of_the_entries_of_a_tree(mask):
         expected.append(wanted if is_allowed else torch.tensor(-torch.inf))
     found = tree.logprobs(hidden, weight, support="mask")
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-5, atol=1e-6)
+
+
+def test_what_an_interrupted_call_left_is_not_packed(monkeypatch):
+    def interrupted(*given):
+        raise KeyboardInterrupt
+
+    trajectories = with_rows([Trajectory(name, [Turn([1], [2, 3], [0, 0])]) for name in "ab"])
+    buffer = TrajectoryBuffer(device="cpu", fields=FIELDS)
+    buffer.add(trajectories[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(Labels, "extend", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            buffer.add(trajectories[1])
+    assert buffer.pack().unpack() == trajectories[:1]
+    buffer.add(trajectories[1])
+    assert buffer.pack().unpack() == trajectories
 
 
 def test_a_pack_is_one_copy_and_the_launches_of_extra_fields():

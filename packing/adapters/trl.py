@@ -229,4 +229,4 @@ def _of_sequences(op: str, batch: PackedBatch) -> torch.Tensor:
             f"{op}: the advantages of a sequence must be equal, "
             f"got {float(low[first])} to {float(high[first])} in sequence {first}"
         )
-    return torch.where(high > -float("inf"), high, 0.0)
+    return torch.where(high == -float("inf"), 0.0, high)  # NaN stays NaN

@@ -174,6 +174,16 @@ def test_no_deprecated_argument_is_used(trl):
         assert not used & deprecated, path
 
 
+def test_an_advantage_of_the_sequence_that_is_not_a_number_stays_so():
+    turns = [Turn([1], [2, 3], [-0.5, -0.5]), Turn([4], [5], [-0.5])]
+    batch = pack([Trajectory("a", turns), Trajectory("b", turns[:1])], device="cpu")
+    advantages = torch.tensor([0.0, float("nan"), float("nan"), 0.0, 2.0, 0.0, 3.0, 3.0])
+    batch = batch.with_advantages(advantages)
+    batch = batch.with_loss_mask(batch.input_ids != 5)
+    found = to_grpo_inputs(batch, pad_token_id=PAD, advantages="sequence")["advantages"]
+    assert_same_bits(found, torch.tensor([float("nan"), 0.0, 3.0]))
+
+
 def test_other_options_and_tensors_are_refused():
     batch = some_batch()
     with pytest.raises(ValueError, match="advantages must be 'token' or 'sequence', got 'turn'"):

@@ -1,27 +1,29 @@
-"""Attention over trees: `TreeAttention` computes it by one of three backends."""
+"""Attention over trees: `TreeAttention` computes it by one of two backends."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
-
-from trajpack.packing.tree_attention.blocks import (
-    Block,
-    Depths,
-    Part,
-    blocks_of,
-    stretches_of,
-)
-from trajpack.packing.tree_attention.parts import FusedCalls, JoinedAttention, TorchCalls
+from torch.nn.functional import scaled_dot_product_attention
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-Backend: TypeAlias = Literal["auto", "mask", "path", "flex"]
+Backend: TypeAlias = Literal["auto", "path", "flex"]
 """How attention is computed, see `TreeAttention`."""
+QUERIES = 256
+"""Queries of a call of ``"path"``."""
+
+
+class Call(NamedTuple):
+    """Consecutive queries, and the keys that one of them attends to."""
+
+    queries: slice
+    keys: torch.Tensor
+    """int64 ``[keys]``, ascending."""
+    mask: torch.Tensor
+    """``[queries, keys]``, added to the scores: 0 where a query sees a key, else -inf."""
 
 
 def check_backend(backend: str) -> None:
@@ -37,18 +39,17 @@ def visible(
     window: int | None = None,
     *,
     queries: slice = slice(None),
-    keys: torch.Tensor | slice = slice(None),
 ) -> torch.Tensor:
-    """Return bool ``[queries, keys]``: True where a query, the row, attends to a key, the column.
+    """Return bool ``[queries, nodes]``: True where a query, the row, attends to a key, the column.
 
     ``tree_end`` and ``position_ids`` are ``[nodes]``; a query attends to ``window`` depths, its own
     included, or to all if ``None``.
     """
     node = torch.arange(tree_end.shape[0], device=tree_end.device)
-    query, key = node[queries, None], node[keys]
-    mask = (key <= query) & (query < tree_end[keys])
+    query = node[queries, None]
+    mask = (node <= query) & (query < tree_end)
     if window is not None:
-        mask &= position_ids[queries, None] - position_ids[keys] < window
+        mask &= position_ids[queries, None] - position_ids < window
     return mask
 
 
@@ -57,21 +58,12 @@ class TreeAttention:
 
     A key k is visible to a query q where ``k <= q < tree_end[k]``. Backends:
 
-    - ``"path"``: blocks of nodes, each with two calls: over the ancestors of all of them, without a
-      mask, and over the block itself, which is causal where each node is the parent of the next.
-      Small branches share a block of at most 512 nodes, with a mask, where that is less counted
-      work (`Block.cost`). A window computes the keys that it holds.
+    - ``"path"``: a call for each 256 nodes, over the keys that one of them attends to: ancestors of
+      the first, and the nodes themselves. Several branches below one path share a call.
     - ``"flex"``: FlexAttention with a `BlockMask` of two reductions of ``tree_end`` over blocks of
       128 nodes. Compiled once for all shapes on a device. Uncompiled on the host, where torch
       computes the scores of all pairs and no gradients.
-    - ``"mask"``: one call with a mask of ``nodes²`` numbers; scores of all pairs of nodes are
-      computed.
-    - ``"auto"``: ``"flex"`` on a device; on the host ``"mask"`` or ``"path"``, the one with less
-      counted work.
-
-    ``"path"`` and ``"mask"`` save the arguments and the result for the backward pass, which makes
-    masks again. Calls are those of torch's fused kernel of the host, and of plain torch on a
-    device, with a soft-cap, or where keys and values have different sizes.
+    - ``"auto"``: ``"flex"`` on a device, ``"path"`` on the host.
 
     Args:
         tree_end: int32 ``[nodes]``: first node behind each subtree; nodes numbered depth first.
@@ -87,27 +79,23 @@ class TreeAttention:
     ) -> None:
         check_backend(backend)
         self.tree_end, self.position_ids = tree_end, position_ids
-        on_device = tree_end.device.type != "cpu"
-        self.backend = "flex" if backend == "auto" and on_device else backend
-        self._blocks: dict[tuple[int | None, int], Sequence[Block]] = {}
+        on_host = tree_end.device.type == "cpu"
+        self.backend = ("path" if on_host else "flex") if backend == "auto" else backend
+        self._calls: dict[tuple[int | None, torch.dtype], list[Call]] = {}
         self._block_masks: dict[int | None, BlockMask] = {}
 
-    @cached_property
-    def _depths(self) -> Depths:
-        return self.position_ids.cpu().numpy()
-
-    def blocks(self, window: int | None = None, heads: int = 1) -> Sequence[Block]:
-        """Return the blocks of all backends but ``"flex"``, in a window."""
-        if (window, heads) not in self._blocks:
-            nodes, plans = len(self.tree_end), list[Sequence[Block]]()
-            if self.backend != "mask":
-                plans.append(blocks_of(stretches_of(self._depths, heads), window))
-            if self.backend != "path":
-                plans.append([Block(0, nodes, (Part(((0, nodes),), "masked"),))][:nodes])
-            self._blocks[window, heads] = min(
-                plans, key=lambda blocks: sum(block.cost(heads) for block in blocks)
-            )
-        return self._blocks[window, heads]
+    def calls(self, window: int | None, dtype: torch.dtype) -> list[Call]:
+        """Return the calls of ``"path"`` in a window: the same for all layers."""
+        if (window, dtype) not in self._calls:
+            made = self._calls[window, dtype] = list[Call]()
+            for begin in range(0, len(self.tree_end), QUERIES):
+                queries = slice(begin, begin + QUERIES)
+                seen = visible(self.tree_end, self.position_ids, window, queries=queries)
+                keys = seen.any(0).nonzero()[:, 0]
+                hidden = ~seen[:, keys]
+                mask = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)
+                made.append(Call(queries, keys, mask))
+        return self._calls[window, dtype]
 
     def __call__(
         self,
@@ -147,22 +135,40 @@ class TreeAttention:
             options: dict[str, Any] = {"scaling": scale, "softcap": softcap, "sinks": sinks}
             return attend_by_blocks(query, key, value, self._block_masks[window], **options)
 
-        def mask_of(block: Block, part: Part, dtype: torch.dtype) -> torch.Tensor:
-            spans = [torch.arange(*span, device=query.device) for span in part.spans]
-            queries = slice(block.begin, block.end)
-            seen = visible(
-                self.tree_end, self.position_ids, window, queries=queries, keys=torch.cat(spans)
+        attended = [
+            _attended(
+                *(query[:, :, call.queries], key[:, :, call.keys], value[:, :, call.keys]),
+                mask=call.mask, scaling=scale, softcap=softcap, sinks=sinks,
             )
-            return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
+            for call in self.calls(window, dtype)
+        ]  # fmt: skip
+        return torch.cat(attended or [query[..., : value.shape[-1]]], 2)
 
-        sizes = {query.shape[-1], value.shape[-1]}
-        fused = device == "cpu" and softcap is None and len(sizes) == 1
-        calls = FusedCalls(scale) if fused else TorchCalls(scale, softcap)
-        query, key, value = (
-            rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (query, key, value)
+
+def _attended(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    mask: torch.Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the attention of some queries, as of `TreeAttention`; ``mask`` is of a `Call`."""
+    if softcap is None and sinks is None:
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True
         )
-        joined: Any = JoinedAttention  # torch declares no types of `apply`
-        attended: torch.Tensor = joined.apply(
-            query, key, value, sinks, self.blocks(window, query.shape[1]), mask_of, calls
-        )
-        return attended
+    groups = query.shape[1] // key.shape[1]
+    key, value = (rows.repeat_interleave(groups, 1) for rows in (key, value))
+    scores = query @ key.mT * scaling
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores + mask
+    if sinks is not None:  # scores without values
+        column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], 3)
+    weights = scores.softmax(3)[..., : key.shape[2]].to(value.dtype)
+    return weights @ value

@@ -63,7 +63,7 @@ def register_tree_attention(backend: Backend = "auto") -> None:
     Args:
         backend: How attention is computed, see
             `trajpack.packing.tree_attention.attention.TreeAttention`: ``"auto"`` takes
-            ``"flex"`` on a device, and on the host one mask or paths, by counted work.
+            ``"flex"`` on a device, ``"path"`` on the host.
 
     Raises:
         ModuleNotFoundError: If transformers is missing.

@@ -6,25 +6,20 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from torch._C._profiler import _EventType
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import flex_attention
 
-from trajpack.packing.tree_attention import blocks, flex, parts
+from trajpack.packing.tree_attention import attention, flex
 from trajpack.packing.tree_attention.attention import TreeAttention, visible
-from trajpack.packing.tree_attention.blocks import between, blocks_of, run_of, stretches_of
 from trajpack.packing.tree_attention.flex import block_mask
 
 BLOCK = 16
-"""Nodes of a block of FlexAttention, and least queries of a call, in these tests."""
+"""Nodes of a block of FlexAttention in these tests."""
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(blocks, "MOST_QUERIES", 24)
-    monkeypatch.setattr(blocks, "LEAST_QUERIES", 6)
-    monkeypatch.setattr(blocks, "PAIRS_OF_CALL", 100)
-    monkeypatch.setattr(parts, "MOST_SCORES", 2000)
+    monkeypatch.setattr(attention, "QUERIES", 24)
     monkeypatch.setattr(flex, "BLOCK", BLOCK)
     # torch refuses gradients of FlexAttention on the host, and computes them right uncompiled
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
@@ -73,7 +68,7 @@ def by_definition(query, key, value, *, seen, scaling, softcap, sinks):
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-@pytest.mark.parametrize("backend", ["mask", "path", "flex"])
+@pytest.mark.parametrize("backend", ["path", "flex"])
 @pytest.mark.parametrize(
     ("window", "softcap", "sinks"),
     [(None, None, False), (7, None, False), (None, 0.8, False), (None, None, True), (5, 1.5, True)],
@@ -110,115 +105,13 @@ def test_a_node_attends_to_its_ancestors_and_itself(
     st.sampled_from([None, 1, 5, 30]),
 )
 @settings(max_examples=60)
-def test_the_parts_of_a_block_hold_each_visible_key_once(seed, nodes, branching, window):
+def test_calls_hold_each_visible_key_once_and_no_other(seed, nodes, branching, window):
     parents = forest(seed, nodes, branching)
-    seen, depths = ancestors(parents, window), arrays(parents)[1].numpy()
-    begin = 0
-    for block in blocks_of(stretches_of(depths), window):
-        assert block.begin == begin < block.end
-        begin = block.end
-        held = torch.zeros(block.end - block.begin, nodes, dtype=torch.int64)
-        for part in block.parts:
-            keys = torch.cat([torch.arange(*span) for span in part.spans])
-            assert (keys.diff() > 0).all()
-            assert len(keys) == part.num_keys
-            here = torch.ones(len(held), len(keys), dtype=torch.int64)
-            if part.kind == "causal":
-                assert part.spans == ((block.begin, block.end),)
-                here = here.tril()
-            elif part.kind == "masked":
-                assert len(held) <= blocks.MOST_QUERIES
-                here = seen[block.begin : block.end, keys].long()
-            held[:, keys] += here
-        assert torch.equal(held, seen[block.begin : block.end].long())
-    assert begin == nodes
-
-
-def test_joining_small_runs_never_costs_more():
-    for seed in range(20):
-        depths = arrays(forest(seed, 80, 0.3))[1].numpy()
-        path, alone = (), 0
-        for begin, end in runs_of(depths):
-            run = run_of(begin, end, int(depths[begin]), between(path, 0, int(depths[begin])))
-            path = (*run.path, (begin, end))
-            alone += run.block(None).cost(2)
-        joined = stretches_of(depths, 2)
-        assert any(not one.is_run for one in joined)
-        assert sum(one.block(None).cost(2) for one in joined) <= alone
-
-
-def runs_of(depths):
-    begins = [0, *(n for n in range(1, len(depths)) if depths[n] != depths[n - 1] + 1)]
-    return zip(begins, [*begins[1:], len(depths)], strict=True)
-
-
-def test_a_run_has_no_mask_and_a_window_computes_its_own_keys(monkeypatch):
-    monkeypatch.setattr(blocks, "MOST_QUERIES", 128)
-    monkeypatch.setattr(blocks, "LEAST_QUERIES", 32)
-    ends, depths = comb(branches=6, trunk=400, size=300)
-    attend = TreeAttention(ends, depths, "path")
-    assert {part.kind for block in attend.blocks() for part in block.parts} == {"all", "causal"}
-    assert sum(block.pairs() for block in attend.blocks()) == int((depths + 1).sum())
-    for window in (32, 100, 500):
-        seen = int(torch.clamp(depths + 1, max=window).sum())
-        assert sum(block.pairs() for block in attend.blocks(window)) <= 2.2 * seen
-    assert attend.blocks(10**6) == attend.blocks()
-
-
-def comb(branches, trunk, size):
-    """Return arrays of a trunk with a branch behind each part of it, before the trunk goes on."""
-    parents, last = [], -1
-    for _ in range(branches):
-        for count in (trunk, size):
-            above = last
-            for _ in range(count):
-                parents.append(above)
-                above = len(parents) - 1
-            last = above if count == trunk else last
-    return arrays(parents)
-
-
-def allocations(work):
-    """Return a result, the most bytes that were allocated at a time, at the end, and at once."""
-    with torch.profiler.profile(profile_memory=True) as profile:
-        result = work()
-    found, events = [], profile.profiler.kineto_results.experimental_event_tree()
-    while events:
-        event = events.pop()
-        events.extend(event.children)
-        if event.tag == _EventType.Allocation:
-            found.append((event.start_time_ns, event.extra_fields.alloc_size))
-    sizes = np.array([size for _, size in sorted(found)])
-    return result, sizes.cumsum().max(), sizes.sum(), sizes.max()
-
-
-@pytest.mark.parametrize("window", [None, 64])
-@pytest.mark.parametrize("softcap", [None, 1.0])
-def test_paths_keep_what_a_fused_kernel_keeps_and_no_mask(window, softcap, monkeypatch):
-    monkeypatch.setattr(blocks, "MOST_QUERIES", 128)
-    monkeypatch.setattr(parts, "MOST_SCORES", 2**13)
-    ends, depths = comb(branches=4, trunk=200, size=150)
-    small = comb(branches=9, trunk=4, size=6)  # the small branches share blocks
-    ends, depths = torch.cat([ends, small[0] + len(ends)]), torch.cat([depths, small[1]])
-    attend, nodes, dense = TreeAttention(ends, depths, "path"), len(ends), 4 * len(ends) ** 2
-    inputs = [torch.randn(1, nodes, h, 16).transpose(1, 2).requires_grad_() for h in (4, 2, 2)]
-    options = {"window": window, "softcap": softcap}
-    for _ in range(2):  # the plan is made in the first
-        found, peak, kept, largest = allocations(lambda: attend(*inputs, **options))
-    parts_of = [part for block in attend.blocks(window) for part in block.parts]
-    assert any(part.kind == "masked" for part in parts_of)
-    assert any(part.gathered for part in parts_of) or window
-    of_lse = 4 * nodes * 4
-    assert 0 <= kept - found.nbytes - of_lse < 256
-    assert largest <= found.nbytes < dense / 20
-    assert peak <= 4 * found.nbytes
-    towards = torch.randn_like(found)
-    gradients, peak, kept, largest = allocations(
-        lambda: torch.autograd.grad(found, inputs, towards)
-    )
-    assert kept <= sum(one.nbytes for one in gradients)  # what was saved is freed
-    assert largest <= found.nbytes
-    assert peak <= 8 * found.nbytes
+    seen, held = ancestors(parents, window), torch.zeros(nodes, nodes, dtype=torch.bool)
+    for queries, keys, mask in TreeAttention(*arrays(parents)).calls(window, torch.float64):
+        held[queries, keys] = mask == 0
+        assert torch.equal(seen[queries].any(0).nonzero()[:, 0], keys)
+    assert torch.equal(held, seen)
 
 
 @pytest.mark.parametrize("window", [None, 1, 20, 60])
@@ -298,40 +191,16 @@ def test_a_device_never_takes_the_kernel_for_decoding(sinks, monkeypatch):
 
 
 def test_the_backend_is_chosen_by_the_device_and_can_be_forced():
-    ends, depths = comb(2, 30, 20)
-    assert TreeAttention(ends, depths).backend == "auto"
+    ends, depths = arrays(forest(0, 50))
+    assert TreeAttention(ends, depths).backend == "path"
     assert TreeAttention(ends.to("meta"), depths.to("meta")).backend == "flex"
-    assert TreeAttention(ends, depths, "mask").backend == "mask"
-    with pytest.raises(ValueError, match="backend must be one of 'auto', 'mask', 'path', 'flex'"):
+    assert TreeAttention(ends, depths, "flex").backend == "flex"
+    with pytest.raises(ValueError, match="backend must be one of 'auto', 'path', 'flex', got"):
         TreeAttention(ends, depths, "dense")
-
-
-def test_the_host_takes_paths_or_one_mask_by_counted_work(monkeypatch):
-    monkeypatch.setattr(blocks, "PAIRS_OF_CALL", 2**11)
-    chosen = set()
-    for seed, nodes, branching in product(range(4), (1, 30, 90, 200), (0.02, 0.2, 0.5)):
-        given = arrays(forest(seed, nodes, branching))
-        for heads, window in product((1, 8), (None, 9)):
-            cost = {}
-            for backend in ("path", "mask"):
-                planned = TreeAttention(*given, backend).blocks(window, heads)
-                cost[backend] = sum(block.cost(heads) for block in planned)
-            least = min(cost, key=cost.get)
-            want = TreeAttention(*given, least).blocks(window, heads)
-            assert TreeAttention(*given).blocks(window, heads) == want
-            chosen.add((least, heads))
-    assert chosen == set(product(("path", "mask"), (1, 8)))
-    small, long = comb(branches=5, trunk=2, size=4), comb(branches=3, trunk=60, size=50)
-    assert [part.kind for part in TreeAttention(*small).blocks(None, 8)[0].parts] == ["masked"]
-    assert {
-        part.kind for block in TreeAttention(*long).blocks(None, 8) for part in block.parts
-    } == {"all", "causal"}
 
 
 def test_visible_parts_are_those_of_the_whole():
     ends, depths = arrays(forest(4, 60))
     whole = visible(ends, depths, 6)
-    keys = torch.tensor([0, 3, 20, 41])
-    part = visible(ends, depths, 6, queries=slice(18, 44), keys=keys)
-    assert torch.equal(part, whole[18:44, keys])
+    assert torch.equal(visible(ends, depths, 6, queries=slice(18, 44)), whole[18:44])
     assert torch.equal(whole, ancestors(forest(4, 60), 6))

@@ -158,7 +158,7 @@ def test_a_model_and_its_head_learn_from_a_tree_what_they_learn_from_rows(family
 
 @pytest.mark.parametrize("name", ["gemma2", "cohere", "granite"])
 def test_soft_caps_and_scales_are_those_of_the_model(name):
-    register_tree_attention("mask")
+    register_tree_attention("path")
     trajectories = branching()
     batch = pack_tree(trajectories)
     model = tiny_model(name).eval()

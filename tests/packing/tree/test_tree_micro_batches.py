@@ -260,7 +260,7 @@ def test_shapes_are_fixed_for_graphs():
         batch.micro_batches(batch.plan_micro_batches(8), Alignment(max_sequences=1))
 
 
-@pytest.mark.parametrize("attention", ["trajpack_tree, mask", "trajpack_tree, path", "sdpa"])
+@pytest.mark.parametrize("attention", ["trajpack_tree, path", "sdpa"])
 def test_losses_and_gradients_add_up_to_those_of_the_batch(attention):
     model = exact(tiny_model("qwen3"))
     batch = pack_tree(branching()).with_advantages(GRPO())

@@ -20,8 +20,7 @@ from trajpack.packing.adapters.huggingface import (
     check_tree_attention,
     register_tree_attention,
 )
-from trajpack.packing.tree_attention import blocks
-from trajpack.packing.tree_attention.attention import TreeAttention
+from trajpack.packing.tree_attention import attention
 from trajpack.packing.tree_attention.huggingface import _MADE
 
 pytestmark = pytest.mark.filterwarnings(
@@ -170,12 +169,11 @@ def distance(got, want):
 @pytest.mark.parametrize(
     ("dtype", "tolerance", "attention"),
     [
-        (torch.float64, 1e-10, "trajpack_tree, mask"),
         (torch.float64, 1e-10, "trajpack_tree, path"),
         (torch.float64, 1e-10, "trajpack_tree, flex"),
         (torch.float64, 1e-10, "sdpa"),
         (torch.float32, 1e-6, "eager"),  # its softmax is float32 in every model
-        *(slow(torch.float32, 1e-6, f"trajpack_tree, {path}") for path in ("mask", "path", "flex")),
+        *(slow(torch.float32, 1e-6, f"trajpack_tree, {path}") for path in ("path", "flex")),
     ],
 )
 @pytest.mark.parametrize("family", slow_after(1, ["qwen3", "llama"]))
@@ -198,7 +196,7 @@ def test_log_probabilities_and_gradients_are_those_of_separate_rows(
         assert distance(gradients(model, loss(tree, batch)), want) <= tolerance
 
 
-@pytest.mark.parametrize("backend", ["mask", "path", "flex"])
+@pytest.mark.parametrize("backend", ["path", "flex"])
 @pytest.mark.parametrize("family", ["qwen3", *slow_after(0, ["mistral", "gemma2", "gpt_oss"])])
 def test_packed_rows_have_the_logits_and_gradients_of_separate_rows(family, backend):
     """Also with padding, in windows, and with labels."""
@@ -236,9 +234,8 @@ def test_rows_keep_their_sequences_apart_and_models_with_dropout_are_served():
 
 @pytest.fixture
 def gathering(monkeypatch):
-    """Make blocks so small, and calls so cheap, that paths of small trees are several spans."""
-    monkeypatch.setattr(blocks, "MOST_QUERIES", 8)
-    monkeypatch.setattr(blocks, "PAIRS_OF_CALL", 40)
+    """Make calls so small that their keys are of several branches."""
+    monkeypatch.setattr(attention, "QUERIES", 8)
 
 
 def larger(seed=0):
@@ -268,9 +265,6 @@ def test_paths_that_gather_keys_give_the_gradients_of_separate_rows(family, dtyp
     """I7 and I8, where the keys of a path are copied."""
     trajectories = larger()
     batch = pack_tree(trajectories).with_advantages(GRPO())
-    attention = TreeAttention(batch.tree_end, batch.position_ids, "path")
-    parts = [part for block in attention.blocks(None, 4) for part in block.parts]
-    assert sum(part.gathered > 0 for part in parts) > 5
     model = tiny_model(family).train()
     model = exact(model) if dtype == torch.float64 else model
     for name in ("reinforce", "clipped", "gspo"):
@@ -281,7 +275,7 @@ def test_paths_that_gather_keys_give_the_gradients_of_separate_rows(family, dtyp
         assert distance(gradients(model, LOSSES[name](tree, batch)), want) <= tolerance
 
 
-@pytest.mark.parametrize("backend", ["mask", "path", slow("flex")])
+@pytest.mark.parametrize("backend", ["path", slow("flex")])
 def test_a_label_a_row_gives_the_log_probabilities_and_gradients_of_separate_rows(backend):
     trajectories = branching()
     batch = pack_tree(trajectories, boundary="duplicate").with_advantages(GRPO())
@@ -299,7 +293,7 @@ def test_a_label_a_row_gives_the_log_probabilities_and_gradients_of_separate_row
         assert distance(gradients(model, loss(tree, batch)), want) <= 1e-10
 
 
-@pytest.mark.parametrize("backend", ["mask", "path", "flex"])
+@pytest.mark.parametrize("backend", ["path", "flex"])
 @pytest.mark.parametrize("family", OTHERS)
 def test_other_models_of_attention_layers_agree(family, backend):
     trajectories = branching(1)
@@ -487,29 +481,15 @@ def test_a_window_counts_depths():
     assert near.sum(1).tolist() == (depth + 1).clamp(max=3).tolist()
 
 
-def test_the_host_takes_paths_or_one_mask_and_a_backend_can_be_forced():
-    prompt = list(range(3, 103))
-    members = [Trajectory(str(i), [Turn(prompt, [i + 3] * 100, [-1.0] * 100)]) for i in range(6)]
-    bushy = [Trajectory(str(i), [Turn([1, i + 2], [], [])]) for i in range(40)]
-    model = tiny_model("qwen3")
-    for trajectories in (members, bushy):
-        batch, found = pack_tree(trajectories), {}
-        for backend in ("auto", "mask", "path"):
-            register_tree_attention(backend)
-            model.set_attn_implementation("trajpack_tree")
-            with torch.no_grad():
-                found[backend] = model(**batch.model_inputs()).logits
-        least = "path" if trajectories is members else "mask"
-        assert torch.equal(found["auto"], found[least])
-        torch.testing.assert_close(found["mask"], found["path"])
+def test_an_unknown_backend_is_refused():
     with pytest.raises(
-        ValueError, match="backend must be one of 'auto', 'mask', 'path', 'flex', got 'dense'"
+        ValueError, match="backend must be one of 'auto', 'path', 'flex', got 'dense'"
     ):
         register_tree_attention("dense")
 
 
 @pytest.mark.usefixtures("gathering")
-@pytest.mark.parametrize("backend", ["mask", "path", slow("flex")])
+@pytest.mark.parametrize("backend", ["path", slow("flex")])
 def test_a_token_moves_the_logits_of_its_subtree_alone(backend):
     """I10."""
     batch = pack_tree(larger())

@@ -118,8 +118,6 @@ def decoded(content: bytes, fields: tuple[TokenField, ...]) -> Record:
     memory, columns = bytearray(content), list[npt.NDArray[Any]]()  # writable arrays
     kinds = (*COLUMNS.values(), *(np.dtype(np.uint8) for _ in fields))
     for dtype, size in zip(kinds, sizes, strict=True):
-        if size % dtype.itemsize or size > len(content) - begin:
-            raise DamagedLogError(f"a column of {dtype} has {size} bytes")
         columns.append(np.frombuffer(memory, dtype, size // dtype.itemsize, begin))
         begin += _padded(size)
     if begin != len(content):
@@ -140,10 +138,6 @@ def decoded(content: bytes, fields: tuple[TokenField, ...]) -> Record:
             token_fields=fields,
             rows=tuple(rows),
         )
-        if episode is None:
-            raise ValueError("it has no name")
-        if error is not None and arrays.num_trajectories:
-            raise ValueError("a failed episode has trajectories")
         arrays.check()
         return Record(episode, error, arrays)
     except (TypeError, ValueError) as fault:
@@ -177,13 +171,8 @@ def _texts(raw: bytes, sizes: Sequence[int]) -> list[str | None]:
     """Return concatenated texts; one of size -1 is ``None``."""
     texts, begin = list[str | None](), 0
     for size in sizes:
-        end = begin + size
-        if not begin <= end <= len(raw) and size != -1:
-            raise ValueError(f"a text has {size} bytes")
-        texts.append(None if size < 0 else decoded_text(raw[begin:end]))
-        begin = max(begin, end)
-    if begin != len(raw):
-        raise ValueError("text_sizes does not add up")
+        texts.append(None if size < 0 else decoded_text(raw[begin : begin + size]))
+        begin += max(size, 0)
     return texts
 
 
@@ -194,9 +183,6 @@ def _labels(
     for (_, has_task, task_id, has_birth, birth, truncated), name, group, discount in zip(
         trajectories, texts[::2], texts[1::2], discounts, strict=True
     ):
-        flags = 0 <= has_task <= 1 and 0 <= has_birth <= 1 and -1 <= truncated <= 1
-        if name is None or not flags:
-            raise ValueError("a trajectory has impossible labels")
         task, moment = (task_id if has_task else None), (birth if has_birth else None)
         cut = None if truncated < 0 else bool(truncated)
         labels.append(name, group, task, moment, discount, cut)

@@ -139,7 +139,7 @@ def decoded(content: bytes, fields: tuple[TokenField, ...]) -> Record:
             rows=tuple(rows),
         )
         arrays.check()
-        return Record(episode, error, arrays)
+        return Record(episode or "", error, arrays)
     except (TypeError, ValueError) as fault:
         raise DamagedLogError(str(fault)) from fault
 

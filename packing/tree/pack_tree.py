@@ -119,6 +119,7 @@ def _tree_of_buffer(
     if boundary == "duplicate" and share != "once":
         raise ValueError(f"boundary='duplicate' needs share='once', got share={share!r}")
     chosen = resolve_impl("pack_tree", impl, buffer.device)
+    buffer._await_last()
     tables, chains = arrange_tree(buffer, duplicate=boundary == "duplicate")
     of_nodes, of_entries = _divided(buffer.fields)
     with buffer._staging.on_device():

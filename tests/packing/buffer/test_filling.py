@@ -6,6 +6,7 @@ import cProfile
 import gc
 import pickle
 import sys
+import threading
 import tracemalloc
 
 import numpy as np
@@ -244,3 +245,27 @@ def test_an_event_loop_stores_long_and_short_trajectories_in_the_order_of_its_ca
 
     asyncio.run(main())
     assert buffer.pack().unpack() == [*given, *given[:2]]
+
+
+@pytest.mark.parametrize("way", [TrajectoryBuffer.pack, pack_tree])
+def test_a_pack_waits_for_what_a_thread_stores(monkeypatch, way):
+    monkeypatch.setattr(buffer_module, "LONG", 0)
+    buffer, is_awaited = TrajectoryBuffer(device="cpu"), threading.Event()
+    given = [Trajectory("a", [Turn([1], [2], [-0.5])])]
+    store, wait = buffer_module.take, buffer_module.wait
+
+    def waits(futures):
+        is_awaited.set()
+        wait(futures)
+
+    async def main():
+        storing = asyncio.create_task(buffer.aadd(*given))
+        await asyncio.sleep(0)  # the thread has it
+        batch = way(buffer)
+        is_awaited.set()
+        await storing
+        return batch
+
+    monkeypatch.setattr(buffer_module, "take", lambda *call: is_awaited.wait() and store(*call))
+    monkeypatch.setattr(buffer_module, "wait", waits)
+    assert asyncio.run(main()).unpack() == given

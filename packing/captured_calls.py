@@ -236,7 +236,10 @@ def _calls_of(name: str, record: Record) -> list[Call]:
 
 def _turns_of(call: Call, fields: Sequence[str]) -> list[Turn]:
     """Return the turn of a call; none if it is not trained, several if a mask parts its tokens."""
-    if call.get("trainable") is False:
+    trainable = call.get("trainable")
+    if trainable not in (None, True, False):
+        raise TypeError(f"{call.name}: trainable must be true or false, got {shown(trainable)}")
+    if trainable is not None and not trainable:
         return []
     if (dialect := _dialect(call)) is None:
         known = ", ".join(f"{one.prompt} and {one.completion}" for one in DIALECTS)

@@ -219,7 +219,10 @@ def test_what_is_not_trained_is_context() -> None:
     batch = pack([one])
     assert batch.input_ids.tolist() == [1, 2, 3, 4, 9, 5, 6]
     assert batch.loss_mask.tolist() == [False] * 6 + [True]
-    assert trajectories_from_calls([frozen]) == []
+    for no in (False, np.False_, 0):
+        assert trajectories_from_calls([CALL | {"trainable": no}]) == []
+    with pytest.raises(TypeError, match=r"records\[0\]: trainable must be true or false, got"):
+        trajectories_from_calls([CALL | {"trainable": "false"}])
     with pytest.raises(ValueError, match="expected one trained call, got 0"):
         Turn.from_call(frozen)
 

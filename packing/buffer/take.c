@@ -305,7 +305,7 @@ static int32_t copy_ids(int32_t *restrict out, const Piece *piece) {
 }
 
 static int copy_logprobs(int32_t *restrict out, const Piece *piece, int32_t *most) {
-    const int32_t *restrict bits = piece->data; /* positive numbers are in the order of their bits */
+    const int32_t *bits = piece->data; /* positive numbers are in the order of their bits */
     const double *restrict wide = piece->data;
     int32_t infinite = 0, largest = *most;
     for (int32_t i = 0; i < piece->size && piece->is_wide; i++) {

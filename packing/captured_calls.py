@@ -201,7 +201,7 @@ def _turns_of_session(
             of_call = _turns_of(call, fields)
             for key in _identity(call, of_call):
                 if (earlier := known.setdefault(key, call.name)) != call.name:
-                    raise ValueError(f"{call.name}: is the call of {earlier} again")
+                    raise ValueError(f"{call.name}: is the call of {earlier} again: leave it out")
             turns.extend(of_call)
         value = _get(record, "reward")
         if own_rewards and value is not None and len(turns) > before:
@@ -244,7 +244,10 @@ def _turns_of(call: Call, fields: Sequence[str]) -> list[Turn]:
     if (dialect := _dialect(call)) is None:
         known = ", ".join(f"{one.prompt} and {one.completion}" for one in DIALECTS)
         there = sorted({key for place in call.places for key in _keys(place)})
-        raise ValueError(f"{call.name}: no token ids: expected {known}; got the keys {there}")
+        raise ValueError(
+            f"{call.name}: no token ids (vLLM has them with return_token_ids): expected {known}; "
+            f"got the keys {there}"
+        )
     prompt, completion = call.get(dialect.prompt), call.get(dialect.completion)
     prompt = as_ids(f"{call.name}: {dialect.prompt}", getattr(prompt, "to_ints", lambda: prompt)())
     completion = as_ids(f"{call.name}: {dialect.completion}", completion)
@@ -267,6 +270,7 @@ def _turns_of(call: Call, fields: Sequence[str]) -> list[Turn]:
         truncated=reason in ("length", "abort") if truncated is None else bool(truncated),
         version_start=start,
         version_end=end,
+        version_spans=call.get("version_spans"),
         fields={key: _needed(call, key) for key in fields} or None,
         stop_reason=reason,
     )

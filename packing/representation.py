@@ -17,12 +17,14 @@ CALLED = {
     "attention_mask": "model_inputs(), which has what keeps sequences apart",
     "response_mask": "loss_mask",
     "completion_mask": "loss_mask",
+    "narrow": "with_loss_mask",
+    "logprob_rows": "generated",
     "rewards": "turn_rewards",
     "old_log_probs": "rollout_logprobs",
     "rollout_log_probs": "rollout_logprobs",
     "old_per_token_logps": "rollout_logprobs",
 }
-"""Names of other libraries, and what their values are called here."""
+"""Names of other libraries and of earlier versions, and what their values are called here."""
 
 
 def brief_repr(self: Any) -> str:

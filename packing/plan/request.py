@@ -99,8 +99,9 @@ def read_request(  # noqa: PLR0913
             f"{op}: capacity must be a multiple of shapes x align, {shapes} x {align}, "
             f"got {capacity}"
         )
+    chosen = _chosen(op, len(lengths), sequences)
     too_long, truncated = _cut(
-        op, lengths, capacity // align * align, policy=oversized, turn_ends=turn_ends
+        op, lengths, chosen, capacity // align * align, policy=oversized, turn_ends=turn_ends
     )
     costs = _read_costs(op, cost, round_up(lengths, align))
     for array in (lengths, costs):  # shared by all plans of a batch
@@ -118,24 +119,23 @@ def read_request(  # noqa: PLR0913
         costs=costs,
         total_multiple=1 if shapes is None else capacity // shapes,
     )
-    members = _members(op, plan, sequences)
+    chosen[list(plan.dropped)] = False
+    members = np.flatnonzero(chosen)
     most = len(lengths) if max_sequences is None else min(int(max_sequences), len(lengths))
     items, item_of = _items(op, plan, members, keep_together, max_sequences=max(most, 1))
     return PlanRequest(plan, members, items, item_of)
 
 
-def _members(op: str, plan: Plan, sequences: Any) -> Ints:
-    """Return the sequences to plan, ascending: all, or those given, without the dropped ones."""
-    indices = np.arange(len(plan.seqlens))
-    members = np.delete(indices, np.array(plan.dropped, np.int64))
+def _chosen(op: str, num_sequences: int, sequences: Any) -> npt.NDArray[np.bool_]:
+    """Return which sequences are planned: all, or those given."""
     if sequences is None:
-        return members
-    chosen = np.asarray(sequences)
+        return np.ones(num_sequences, np.bool_)
+    indices, chosen = np.arange(num_sequences), np.asarray(sequences)
     if chosen.size and (chosen.dtype.kind not in "iu" or not np.isin(chosen, indices).all()):
         raise ValueError(
-            f"{op}: sequences must be integers from 0 to {len(indices) - 1}, got {chosen}"
+            f"{op}: sequences must be integers from 0 to {num_sequences - 1}, got {chosen}"
         )
-    return np.intersect1d(members, chosen.astype(np.int64))
+    return np.isin(indices, chosen)
 
 
 def _items(
@@ -170,7 +170,13 @@ def _items(
 
 
 def _cut(
-    op: str, lengths: Ints, room: int, *, policy: Policy, turn_ends: Any
+    op: str,
+    lengths: Ints,
+    chosen: npt.NDArray[np.bool_],
+    room: int,
+    *,
+    policy: Policy,
+    turn_ends: Any,
 ) -> tuple[list[int], dict[int, int]]:
     """Cut sequences at turns; return those that are still too long, and the kept tokens of others.
 
@@ -188,7 +194,7 @@ def _cut(
             f"got {len(turn_ends)}"
         )
     too_long, truncated = list[int](), dict[int, int]()
-    for sequence in np.flatnonzero(lengths > room).tolist():
+    for sequence in np.flatnonzero((lengths > room) & chosen).tolist():
         if policy == "raise":
             raise ValueError(
                 f"{op}: sequence {sequence} has {lengths[sequence]} tokens, more than the capacity "

@@ -147,7 +147,7 @@ CALL = {"session_id": "a", "prompt_ids": [1, 2], "response_ids": [3, 4], "logpro
         (
             {"response_ids": None},
             ValueError,
-            r"records\[1\]: no token ids: expected .* got the keys",
+            r"records\[1\]: no token ids .*: expected .* got the keys",
         ),
         ({"response_ids": []}, ValueError, "response_ids is empty: no model sampled this call"),
         ({"prompt_ids": []}, ValueError, "prompt_ids is empty"),

@@ -134,3 +134,10 @@ def test_a_cut_reckons_with_alignment():
 def test_lengths_of_any_other_kind_may_begin_with_none():
     for lengths in ([0, 3, 5], torch.tensor([0, 5, 3]), torch.tensor([0]), torch.tensor([0, 0])):
         assert plan_micro_batches(lengths, capacity=16).seqlens.tolist() == list(map(int, lengths))
+
+
+@pytest.mark.parametrize("oversized", ["raise", "drop", "own_bin"])
+def test_sequences_that_are_not_planned_may_be_too_long(oversized):
+    plan = plan_micro_batches([3, 99, 2], 8, sequences=[0, 2], oversized=oversized)
+    assert sorted(plan.order.tolist()) == [0, 2]
+    assert (plan.dropped, plan.oversized) == ((), ())

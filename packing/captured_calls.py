@@ -263,6 +263,9 @@ def _turns_of(call: Call, fields: Sequence[str]) -> list[Turn]:
     reason = STOP_REASONS.get(str(_get(reason, "type") or reason))
     truncated = call.get("truncated")
     start, end = _versions(call)
+    extra = {key: call.get(key) for key in fields}
+    if missing := [key for key, rows in extra.items() if rows is None]:
+        raise ValueError(f"{call.name}: the field {missing[0]} is missing")
     turn = Turn(
         prompt,
         completion,
@@ -271,7 +274,7 @@ def _turns_of(call: Call, fields: Sequence[str]) -> list[Turn]:
         version_start=start,
         version_end=end,
         version_spans=call.get("version_spans"),
-        fields={key: _needed(call, key) for key in fields} or None,
+        fields=extra or None,
         stop_reason=reason,
     )
     mask = call.get("output_mask")
@@ -387,12 +390,6 @@ def _time(index: int, record: Record, key: str) -> Any:
     value = _get(record, key)
     if value is None:
         raise ValueError(f"records[{index}]: {key} must be the time of the call, got {value}")
-    return value
-
-
-def _needed(call: Call, key: str) -> Any:
-    if (value := call.get(key)) is None:
-        raise ValueError(f"{call.name}: the field {key} is missing")
     return value
 
 

@@ -18,7 +18,6 @@ CALLED = {
     "response_mask": "loss_mask",
     "completion_mask": "loss_mask",
     "narrow": "with_loss_mask",
-    "logprob_rows": "generated",
     "rewards": "turn_rewards",
     "old_log_probs": "rollout_logprobs",
     "rollout_log_probs": "rollout_logprobs",

@@ -119,8 +119,7 @@ def read_request(  # noqa: PLR0913
         costs=costs,
         total_multiple=1 if shapes is None else capacity // shapes,
     )
-    chosen[list(plan.dropped)] = False
-    members = np.flatnonzero(chosen)
+    members = np.setdiff1d(np.flatnonzero(chosen), plan.dropped)
     most = len(lengths) if max_sequences is None else min(int(max_sequences), len(lengths))
     items, item_of = _items(op, plan, members, keep_together, max_sequences=max(most, 1))
     return PlanRequest(plan, members, items, item_of)

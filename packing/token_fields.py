@@ -78,7 +78,7 @@ class TokenField:
         ragged: Whether a generated token has any number of values, each of ``shape``: a turn brings
             a list of lists, or `Ragged`. Then ``PackedBatch.fields[name]`` is int32 ``[tokens,
             2]``: the first value and the number of values in ``PackedBatch.ragged_values[name]``,
-            and `PackedBatch.ragged` returns the values in the order of the generated tokens.
+            and ``PackedBatch.generated[name]`` has the values in the order of the generated tokens.
 
     Example:
         >>> from trajpack import TokenField, Trajectory, Turn, pack

@@ -25,7 +25,7 @@ WAIT_S = 0.02
 
 
 class AgentRolloutWorker:
-    """``rollout_worker`` and ``weight_transfer`` of `trl.experimental.async_grpo.AsyncGRPOTrainer`.
+    """``rollout_worker`` and ``weight_transfer`` of TRL's ``AsyncGRPOTrainer``.
 
     Episodes of an agent run in a thread on a model of their own, into which the trainer's weights
     are loaded between two tokens. Pass the worker as both arguments. The trainer's

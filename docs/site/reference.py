@@ -104,6 +104,7 @@ def skip(app: Any, what: str, name: str, obj: Any, skipped: bool, options: Any) 
     """Leave out constants, and leave fields to the section Attributes of their class."""
     is_constant = what == "module" and not callable(obj)
     is_default = what == "class" and "." not in getattr(obj, "__qualname__", ".")
+    is_default = is_default and obj.__name__ != name  # else a function that is a method, too
     return True if is_constant or is_default or type(obj).__name__ == "_tuplegetter" else None
 
 

@@ -28,7 +28,7 @@ def to_padded_dict(
 ) -> dict[str, torch.Tensor]:
     """Return the dictionary of a ``RolloutWorkflow``: a row for each sequence, right-padded.
 
-    Entry ``j`` belongs to token ``j``, of the fields in `EARLY` to token ``j + 1``. Layout
+    Entry ``j`` belongs to token ``j``, of the fields in ``EARLY`` to token ``j + 1``. Layout
     ``"turns"`` is AReaL's export ``"individual"``, ``"merged"`` is ``"concat"``. Only its
     turn-level GAE reads ``turn_ids``.
 

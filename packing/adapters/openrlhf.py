@@ -21,7 +21,7 @@ def to_experience_dict(
 
     Fields of actions are one token early: entry ``j`` belongs to token ``j + 1``. Masks are
     integers, as in OpenRLHF's own sample generator. Not carried: rewards of single turns, policy
-    versions, extra fields other than `FIELDS`.
+    versions, extra fields other than ``FIELDS``.
     """
     op = "to_experience_dict"
     layout.check_whole(op, batch)

@@ -165,7 +165,7 @@ def from_generator_output(
     without ids each entry is one. Rewards at tokens go to their turns, a single one to the last
     turn of the trajectory. An entry's last turn has its stop reason, and is truncated by another
     than ``"stop"`` and ``"tool_calls"``. Groups are the ``instance_id``. Lost in the format: policy
-    versions. ``fields`` may be those of `CARRIED`.
+    versions. ``fields`` may be those of ``CARRIED``.
     """
     op = "from_generator_output"
     reading.check_known_fields(op, fields, CARRIED)

@@ -42,14 +42,14 @@ FROM_TASK = ("prompt", "label", "index", "group_index", "metadata", "session_id"
 def to_samples(batch: PackedBatch, *, like: Any = None) -> list[dict[str, Any]]:
     """Return the fields of a ``Sample`` for each sequence, as rollout functions fill them.
 
-    ``Sample.from_dict`` reads them. Extra fields of the names in `FIELD_KEYS` are carried; routes
+    ``Sample.from_dict`` reads them. Extra fields of the names in ``FIELD_KEYS`` are carried; routes
     are without the last token's, which no engine forwards: declare ``routed_experts`` with
     ``generated_only=False``. Where nothing was generated the response is the last token, masked:
     slime takes no empty one. Not carried: rewards of single turns, advantages, versions of single
     tokens, texts.
 
     ``like`` is the sample that a rollout function was called with, an object or a mapping: all have
-    its task, index and group (`FROM_TASK`, where they are there), so that the trajectories of a
+    its task, index and group (``FROM_TASK``, where they are there), so that the trajectories of a
     batch must be those of one sample. Its ``rollout_id``, or else its ``index``, is that of all.
     """
     op = "to_samples"
@@ -147,7 +147,7 @@ def from_samples(
     Without a ``loss_mask`` the response is one turn; of a sample to be removed nothing is trained.
     Versions are ``weight_versions`` if these are numbers: one for each turn if there are as many,
     else the least and greatest for all. Lost in the format: rewards of single turns, versions of
-    single tokens. ``fields`` may be those of `FIELD_KEYS`.
+    single tokens. ``fields`` may be those of ``FIELD_KEYS``.
 
     Raises:
         ValueError: As in all formats; also for a sample that was aborted, failed or is pending,

@@ -47,7 +47,7 @@ def to_grpo_inputs(
     ``advantages="token"`` keeps the advantage of each token; ``"sequence"`` gives one per sequence,
     as TRL does, and raises if they differ within a sequence. Widths are those of the longest if
     ``None``. ``num_items_in_batch`` is for several ranks; the trained tokens of this batch if
-    ``None``. ``optional`` are those of `OPTIONAL`, each over the batch's ``[tokens]``.
+    ``None``. ``optional`` are those of ``OPTIONAL``, each over the batch's ``[tokens]``.
 
     Raises:
         TypeError: As in all formats, and if one of ``optional`` is no tensor or of another name.
@@ -107,7 +107,7 @@ def from_grpo_inputs(
     """Return the trajectories of ``GRPOTrainer``'s inputs, one for each row.
 
     Tokens where ``completion_mask`` is 0 are padding, those where ``tool_mask`` is 0 observations.
-    Log-probabilities are the first of `LOGPROBS` that is there. TRL keeps no rewards: ``rewards``
+    Log-probabilities are the first of ``LOGPROBS`` that is there. TRL keeps no rewards: ``rewards``
     has one for each row, for its last turn. Advantages are not read. Lost in the format: versions,
     truncation, rewards of single turns.
     """

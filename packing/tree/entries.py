@@ -56,7 +56,7 @@ class Entries:
 
     @property
     def num_generated(self) -> int:
-        """Number of entries: all were generated."""
+        """Number of entries, all of which were generated."""
         return self.num_tokens
 
     @property

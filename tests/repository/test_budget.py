@@ -22,7 +22,7 @@ WRITTEN = re.compile(r"<!-- speed: begin.*?speed: end -->", re.DOTALL)
 """The part of a page that a program writes."""
 SLACK = 60
 """What a row may stand above the size, so that a small change leaves it alone."""
-AIMS = {"product": 37_900, "tests": 51_400, "names": 96}
+AIMS = {"product": 37_900, "tests": 51_450, "names": 96}
 """What all rows of a part may have together."""
 
 

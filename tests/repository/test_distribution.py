@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import tomllib
 import zipfile
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support.compiled_take import compiler_or_skip
 from tests.support.lean_environment import lean_environment, required
 from tests.support.source_copy import copy_source
 
@@ -91,8 +91,7 @@ def test_the_wheel_has_take_in_c_for_every_python_where_a_compiler_is(
     assert "-cp311-abi3-linux" in wheel.name
     with tarfile.open(sdist) as archive:
         assert any(name.endswith("packing/buffer/take.c") for name in archive.getnames())
-    if shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0]) is None:
-        pytest.skip("there is no C compiler")
+    compiler_or_skip()
     assert "trajpack/packing/buffer/take_c.abi3.so" in zipfile.ZipFile(wheel).namelist()
     code = "from trajpack.packing.buffer.take import is_compiled; print(is_compiled())"
     assert run(core / "python", "-P", "-c", code) == "True\n"
